@@ -174,8 +174,8 @@ def test_text_is_written_with_the_states_of_what_was_read(text_run):
         (["--temperature", "nan"], "temperature must be a number of at least 0, got nan"),
         (["--temperature", "inf"], "temperature must be a number of at least 0, got inf"),
         (["--length", "-1"], "length must not be negative"),
-        (["--seed", "-1"], "seed must be a whole number from 0 to 9223372036854775807, got -1"),
-        (["--seed", f"{2**63}"], f"seed must be a whole number from 0 to {2**63 - 1}, got {2**63}"),
+        (["--seed", "-1"], "seed must be an integer from 0 to 9223372036854775807, got -1"),
+        (["--seed", f"{2**63}"], f"seed must be an integer from 0 to {2**63 - 1}, got {2**63}"),
     ],
 )
 def test_mistakes_in_writing(options, message, text_run):

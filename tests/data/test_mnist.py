@@ -119,7 +119,7 @@ def test_without_the_files(tmp_path: Path) -> None:
     [
         (b"", "at least 8 bytes, got 0"),
         (idx(0x801, 2, content=b"\1\2")[:7], "at least 8 bytes, got 7"),
-        (idx(0x803, 2, content=b"\1\2"), "magic number must be 0x0801, got 0x0803"),
+        (idx(0x803, 2, content=b"\1\2"), "magic number 0x0801, got 0x0803"),
         (idx(0x801, 3, content=b"\1\2"), r"array of \[3\] was expected, got 2 bytes"),
         (idx(0x801, 1, content=b"\1\2"), r"array of \[1\] was expected, got 2 bytes"),
     ],

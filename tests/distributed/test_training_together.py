@@ -112,4 +112,4 @@ def test_what_cannot_be_shared_is_refused(together):
         task, rows, dims = found["refused"]
         assert "Letters has no row_dims" in task
         assert "a minibatch of 1 " in rows
-        assert "row_dims must name a dimension for each of 2 tensors" in dims
+        assert "row_dims must have one dimension for each of 2 tensors" in dims

@@ -378,7 +378,7 @@ def test_asking_on_the_command_line(run, tmp_path):
 @pytest.mark.parametrize(
     ("text", "question", "sentence"),
     [
-        ("Ann won .", "who won ?", "rbn: the question must have one @placeholder, it has 0\n"),
+        ("Ann won .", "who won ?", "rbn: the question must have one @placeholder, got 0\n"),
         ("Ann won .", None, "rbn: a question is needed: --question '... @placeholder ...'\n"),
         ("", "@placeholder won", "is empty\n"),
         ("@entity1 " * 30, "@placeholder won", ""),
@@ -481,7 +481,7 @@ def test_build_and_count_on_the_command_line(tmp_path):
     assert "training            3          6" in result.output
     result = call("data", "build-cloze", "--articles", file, "--out", out)
     assert result.exit_code == 2
-    assert "is there already" in result.output
+    assert "already exists" in result.output
     command = ("data", "questions", "cnn-built", "--data-dir", tmp_path, "--processes", 1)
     result = call(*command, "--out", tmp_path / "cnn-built" / "questions.json")
     assert result.exit_code == 0, result.output
@@ -503,7 +503,7 @@ def test_build_and_count_on_the_command_line(tmp_path):
     none = ("--out", tmp_path / "none", "--processes", 1)
     result = call("data", "build-cloze", "--articles", file, *none)
     assert result.exit_code == 1
-    assert "a line that is no article (no 'article')" in result.output
+    assert "line that is not an article (no 'article')" in result.output
     assert "no question could be made of" in result.output
 
 

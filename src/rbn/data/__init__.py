@@ -1,4 +1,4 @@
-"""Where sequences come from."""
+"""Data sets, as tensors of sequences."""
 
 from rbn.data.digits import digits
 from rbn.data.errors import DataAltered, DataNotFound

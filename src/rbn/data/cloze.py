@@ -32,16 +32,16 @@ _CHATTER = (
 def cloze(
     sizes: tuple[int, int, int] = (4000, 500, 500), *, facts: int = 3, seed: int = 0
 ) -> Reading:
-    """News of a tiny world, with questions about who did what.
+    """Synthetic news, with questions about who did what.
 
-    A document tells of `facts` deeds, each by another entity, among sentences that tell nothing; a
-    question repeats one deed and leaves out who did it. The right answer cannot be found without
-    the document.
+    A document describes `facts` actions, each by a different entity, among sentences without
+    information. A question repeats one of the actions and leaves out who did it, so it cannot be
+    answered without the document.
 
     Args:
-        sizes: questions to fit, to choose by and to report on.
-        facts: deeds in a document, from 1 to 6.
-        seed: of all of it.
+        sizes: number of training, validation and test questions.
+        facts: actions in a document, from 1 to 6.
+        seed: random seed of everything.
     """
     train, valid, test = cloze_questions(sizes, facts=facts, seed=seed)
     words = sorted({token for q in train for token in (*q.document, *q.question)})
@@ -64,7 +64,7 @@ def cloze(
 def cloze_questions(
     sizes: tuple[int, int, int] = (4000, 500, 500), *, facts: int = 3, seed: int = 0
 ) -> tuple[list[Question], list[Question], list[Question]]:
-    """The same as questions in words, such as a question file holds."""
+    """Like `cloze`, but as questions in words, as in a question file."""
     _check_sizes(sizes)
     if not 1 <= checks.integer("facts", facts) <= len(_ACTIONS):
         raise ValueError(f"facts must be from 1 to {len(_ACTIONS)}, got {facts}")
@@ -75,7 +75,7 @@ def cloze_questions(
 
 
 def _check_sizes(sizes: Any) -> None:
-    wanted = "sizes must be three whole numbers of at least 0"
+    wanted = "sizes must be three integers of at least 0"
     if not isinstance(sizes, (list, tuple)) or len(sizes) != 3:
         raise ValueError(f"{wanted}, got {sizes!r}")
     for size in sizes:
@@ -93,7 +93,7 @@ def _question(draw: random.Random, facts: int, number: int) -> Question:
         sentences.insert(draw.randint(0, len(sentences)), sentence)
     asked = draw.randrange(facts)
     # Several forms: if all questions started with the same words, those steps would have no
-    # variance to normalize by.
+    # variance to normalize with.
     form = draw.choice(_ASKED)
     question = form.format(who=PLACEHOLDER, did=did[asked], what=what[asked])
     return Question(

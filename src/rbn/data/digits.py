@@ -33,7 +33,7 @@ def digits(permuted: bool = False, *, seed: int = 0) -> Splits:
     if not isinstance(permuted, bool):
         raise TypeError(f"permuted must be true or false, got {permuted!r}")
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be a whole number, got {seed!r}")
+        raise TypeError(f"seed must be an integer, got {seed!r}")
     images, labels = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32).T[:, :, None] / _BRIGHTEST
     if permuted:
@@ -47,5 +47,5 @@ def digits(permuted: bool = False, *, seed: int = 0) -> Splits:
 
 
 def pixel_order(seed: int = 0) -> torch.Tensor:
-    """The order in which permuted digits are read: each of the 64 pixels once, int64 ``[64]``."""
+    """The order in which permuted digits are read: a permutation of the 64 pixels, int64."""
     return torch.randperm(PIXELS, generator=torch.Generator().manual_seed(seed))

@@ -15,7 +15,7 @@ from rbn.data.errors import DataAltered
 from rbn.data.sources import Published
 
 Progress = Callable[[str, int, int], None]
-"""Called with a file's name, its bytes so far and its bytes in all."""
+"""Called with a file's name, the bytes received so far and the total number of bytes."""
 
 TIMEOUT = 30.0  # seconds without a byte
 _CHUNK = 1 << 16
@@ -23,15 +23,14 @@ _RANGE_NOT_SATISFIABLE = 416
 
 
 def download(published: Published, folder: Path, progress: Progress | None = None) -> Path:
-    """Load a file into a folder, and return its path.
+    """Download a file into a folder, and return its path.
 
-    Bytes are collected in ``NAME.part``. Where that file exists already, or the connection breaks,
-    only the rest is asked for. The file gets its name when size and SHA-256 are right, at once and
-    as a whole.
+    Bytes are collected in ``NAME.part``. If that file exists already, or the connection breaks,
+    only the rest is requested. The file is renamed to its name once size and SHA-256 are correct.
 
     Raises:
-        DataAltered: what came is not the file; nothing of it is kept.
-        ConnectionError: no address gave the whole file; says why. What came is kept.
+        DataAltered: the server sent another file; nothing of it is kept.
+        ConnectionError: no address sent the complete file; says why. Keeps what was received.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{published.name}.part"
@@ -45,7 +44,7 @@ def download(published: Published, folder: Path, progress: Progress | None = Non
             except DataAltered:
                 if not resumed:
                     raise
-                # The first bytes were there before, perhaps of another file.
+                # The first bytes were there before, and may be from another file.
                 _load(url, published, part, progress)
         except DataAltered as error:
             altered = error
@@ -61,10 +60,10 @@ def download(published: Published, folder: Path, progress: Progress | None = Non
 
 
 def _load(url: str, published: Published, part: Path, progress: Progress | None) -> None:
-    """Complete the part file and check it; a wrong one is removed."""
+    """Complete the part file and check it. Removes it if it is wrong."""
     if _size(part) > published.size:
         part.unlink()
-    # Every round brings the file nearer to its size, or raises.
+    # Each round brings the file closer to its size, or raises.
     while (before := _size(part)) < published.size:
         try:
             _transfer(url, published, part, before, progress)
@@ -86,7 +85,7 @@ def _load(url: str, published: Published, part: Path, progress: Progress | None)
 def _transfer(
     url: str, published: Published, part: Path, have: int, progress: Progress | None
 ) -> None:
-    """Request the missing bytes once, and append them."""
+    """Request the missing bytes once and append them."""
     headers = {"User-Agent": "rbn"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
         opened = urlopen(Request(url, headers=headers), timeout=TIMEOUT)

@@ -8,13 +8,13 @@ import torch
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator that depends only on these two numbers."""
+    """A CPU generator that depends only on seed and epoch."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def batch_bounds(count: int, batch_size: int, batches: int, epoch: int, k: int) -> tuple[int, int]:
-    """First row of batch `k` and the first one after it, or an error that names what is wrong."""
+    """The first row of batch `k` and the row after its last one. Raises `IndexError`."""
     if epoch < 0:
         raise IndexError(f"epoch must be at least 0, got {epoch}")
     if not 0 <= k < batches:
@@ -23,13 +23,15 @@ def batch_bounds(count: int, batch_size: int, batches: int, epoch: int, k: int) 
 
 
 def batch_count(count: int, batch_size: int, shuffle: bool, what: str) -> int:
-    """Batches of an epoch: full ones only where shuffled, else all, the last one perhaps smaller.
+    """The number of batches in an epoch.
+
+    Shuffled epochs have only full batches; otherwise the last batch may be smaller.
 
     Args:
-        count: of examples.
-        batch_size: of a full batch.
+        count: number of examples.
+        batch_size: size of a full batch.
         shuffle: whether the examples come in random order.
-        what: the examples are, for the error where they are too few.
+        what: what the examples are, for the error message if there are too few.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class DataNotFound(FileNotFoundError):
-    """Files of a data set are missing; says which, how large, from where, and where they go."""
+    """Files of a data set are missing. Says which, their size, their source and their folder."""
 
 
 class DataAltered(ValueError):
-    """A file is truncated or changed; names it, with the sizes and sums expected and found."""
+    """A file is truncated or altered. Names it, with expected and actual sizes and checksums."""

@@ -1,4 +1,4 @@
-"""Locks among processes, on files."""
+"""File locks between processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Inside, no other process holds the lock on a path. A killed process releases it.
+    """Inside the ``with`` block, no other process holds the lock. A killed process releases it.
 
-    On a disk without locks it has no effect, and processes must not start at the same time.
+    On a disk without locks this has no effect, so processes must not start at the same time.
 
     Args:
-        path: of the lock file, which stays; its folder must exist.
+        path: the lock file, which is not deleted; its folder must exist.
         on_wait: called before waiting for another process; may raise instead.
     """
     from filelock import FileLock, Timeout

@@ -16,9 +16,9 @@ from rbn.data.sources import DataSet, Source, data_set
 
 
 def data_folder(root: str | Path | None = None) -> Path:
-    """Where data sets are: `root`, or else RBN_DATA, or else ``rbn/data`` in the user's cache.
+    """The folder of data sets: `root`, else RBN_DATA, else ``rbn/data`` in the user's cache.
 
-    The user's cache is the environment variable XDG_CACHE_HOME, or else ``~/.cache``.
+    The user's cache is XDG_CACHE_HOME if set, else ``~/.cache``.
     """
     if root is not None:
         return Path(root).expanduser()
@@ -28,21 +28,21 @@ def data_folder(root: str | Path | None = None) -> Path:
 
 
 def find(source: Source, folder: Path) -> Path | None:
-    """The file in one of its forms, the unpacked one first; None if it is missing."""
+    """The path of a file, unpacked or packed (unpacked first); None if it is missing."""
     paths = (folder / form for form in source.forms)
     return next((path for path in paths if path.is_file()), None)
 
 
 def missing(data: DataSet, root: str | Path | None = None) -> list[Source]:
-    """The files of a data set that are in none of their forms in the data folder."""
+    """The files of a data set that are missing from the data folder."""
     folder = data_folder(root) / data.folder
     return [source for source in data.sources if find(source, folder) is None]
 
 
 def read(source: Source, path: Path) -> bytes:
-    """The unpacked bytes of a file in one of its forms, checked against their SHA-256.
+    """Read a file, unpack it if needed, and check its SHA-256.
 
-    The check takes a tenth of a second for 100 MB, so it is made every time.
+    The check takes 0.1 s per 100 MB, so it is always made.
     """
     packed = path.read_bytes()
     try:
@@ -59,9 +59,9 @@ def load(name: str, root: str | Path | None = None, *, fetch: bool = False) -> l
     """The unpacked bytes of every file of a data set, in the order of its sources.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         root: the data folder (see `data_folder`).
-        fetch: download what is missing.
+        fetch: download missing files.
     """
     data = data_set(name)
     if fetch:
@@ -77,8 +77,8 @@ def get(name: str, root: str | Path | None = None, progress: Progress | None = N
     """Download the missing files of a data set, and return their paths.
 
     Raises:
-        DataNotFound: a download failed; names the files and the folder they belong in.
-        DataAltered: a server sent other content.
+        DataNotFound: a download failed. Names the files and the folder they belong in.
+        DataAltered: a server sent different content.
     """
     data = data_set(name)
     folder = data_folder(root) / data.folder
@@ -94,7 +94,7 @@ def get(name: str, root: str | Path | None = None, progress: Progress | None = N
 def not_found(
     data: DataSet, absent: list[Source], root: str | Path | None = None, reason: str = ""
 ) -> DataNotFound:
-    """The error that says how to get the files."""
+    """Make the error that says how to get the files."""
     folder = data_folder(root) / data.folder
     if reason:
         opening = f"{data.name} could not be downloaded ({reason}): put these files into {folder}"
@@ -120,7 +120,7 @@ def _unpack(source: Source, path: Path, packed: bytes) -> bytes:
 def _altered(
     source: Source, path: Path, what: str, packed: bytes, content: bytes | None = None
 ) -> DataAltered:
-    """The error for a file with the wrong content."""
+    """Make the error for a file with the wrong content."""
     size, sha256 = source.size, source.sha256
     if path.name == source.published.name:
         size, sha256, content = source.published.size, source.published.sha256, packed

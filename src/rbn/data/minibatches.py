@@ -1,4 +1,4 @@
-"""Labelled sequences in batches."""
+"""Batches of labelled sequences."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from rbn.data.split import Split
 
 
 class Minibatches:
-    """The sequences of a split, shuffled in every epoch.
+    """Minibatches of a split, shuffled in every epoch.
 
     An epoch's order depends only on `seed` and the epoch's number, so any batch can be made without
-    those before it. Sequences that do not fill a batch are left out, different ones in each epoch.
+    the earlier ones. Sequences that do not fill a batch are dropped, different ones in each epoch.
 
-    With ``shuffle=False``, for evaluation, they come in order, and the last batch may be smaller.
+    With ``shuffle=False``, for evaluation, sequences come in order, and the last batch may be
+    smaller.
 
     Args:
-        split: inputs ``[T, N, features]`` and labels ``[N]``; batches are gathered on its device.
-        batch_size: sequences in a batch.
-        seed: determines the orders.
+        split: inputs ``[T, N, features]`` and labels ``[N]``. Batches are on its device.
+        batch_size: number of sequences in a batch.
+        seed: random seed of the order.
         shuffle: whether the order is random.
     """
 

@@ -30,14 +30,14 @@ def mnist(
 ) -> Splits:
     """Handwritten digits of 28x28 pixels, each a sequence of 784 pixels.
 
-    50,000 training images (the first of the training file), 10,000 for validation (the rest of it)
-    and 10,000 test images. Inputs are float32 ``[784, N, 1]`` in [0, 1], labels int64 ``[N]``.
+    The training file's first 50,000 images are for training, its last 10,000 for validation; the
+    test set has 10,000. Inputs are float32 ``[784, N, 1]`` in [0, 1], labels int64 ``[N]``.
 
     Args:
         order: the order in which the pixels of every image are read (see `pixel_order`).
-        seed: determines the order.
-        root: the data folder; by default RBN_DATA, or else ``~/.cache/rbn/data``.
-        download: load missing files from the web.
+        seed: random seed of the order.
+        root: the data folder; by default RBN_DATA, else ``~/.cache/rbn/data``.
+        download: download missing files.
     """
     pixels = pixel_order(order, seed)
     files = load("mnist", root, fetch=download)
@@ -60,7 +60,7 @@ def pmnist(
     root: str | Path | None = None,
     download: bool = False,
 ) -> Splits:
-    """`mnist` with the pixels of every image in one and the same random order."""
+    """`mnist` with the pixels of all images in the same random order."""
     return mnist(order, seed=seed, root=root, download=download)
 
 
@@ -68,11 +68,11 @@ def pixel_order(order: Order, seed: int = 0) -> Tensor:
     """Which pixel is read at each step, int64 ``[784]``.
 
     Args:
-        order: ``"rows"``: from left to right and from top to bottom. ``"permutation"``: every pixel
-            once, in random order, as in the paper. ``"with-replacement"``: each drawn from all 784,
-            as in the authors' code, so that about 63% of the pixels are seen, some of them more
-            than once. The draw uses torch's generator, so the order differs from theirs.
-        seed: determines the order; without effect on ``"rows"``.
+        order: ``"rows"``: from left to right and from top to bottom. ``"permutation"``: each pixel
+            once, in random order, as in the paper. ``"with-replacement"``: each step draws from all
+            784 pixels, as in the authors' code, so about 63% of the pixels are seen, some of them
+            more than once. The draw uses torch's generator, so the order differs from theirs.
+        seed: random seed of the order; ``"rows"`` ignores it.
     """
     generator = torch.Generator().manual_seed(seed)
     if order == "rows":
@@ -85,11 +85,11 @@ def pixel_order(order: Order, seed: int = 0) -> Tensor:
 
 
 def read_idx(content: bytes, magic: int) -> Tensor:
-    """The array in a file of MNIST's format, uint8.
+    """Read an array in MNIST's file format (idx), uint8.
 
     Args:
-        content: a magic number, the sizes, and then the numbers, a byte each.
-        magic: what the file must begin with; its last byte is the number of dimensions.
+        content: a magic number, the sizes, and then one byte per number.
+        magic: what the file must start with; its last byte is the number of dimensions.
     """
     dimensions = magic & 0xFF
     header = 4 * (1 + dimensions)
@@ -97,14 +97,14 @@ def read_idx(content: bytes, magic: int) -> Tensor:
         raise ValueError(f"an idx file has at least {header} bytes, got {len(content)}")
     actual, *shape = struct.unpack(f">{1 + dimensions}I", content[:header])
     if actual != magic:
-        raise ValueError(f"the magic number must be {magic:#06x}, got {actual:#06x}")
+        raise ValueError(f"expected the magic number {magic:#06x}, got {actual:#06x}")
     numbers = torch.frombuffer(bytearray(content), dtype=torch.uint8)[header:]
     if len(numbers) != torch.Size(shape).numel():
-        raise ValueError(f"an array of {shape} was expected, got {len(numbers)} bytes")
+        raise ValueError(f"expected an array of shape {shape}, got {len(numbers)} bytes")
     return numbers.view(shape)
 
 
 def _split(images: Tensor, labels: Tensor, pixels: Tensor) -> Split:
-    # Gathered as bytes: a quarter of the memory to go through.
+    # Reorder bytes, which is a quarter of the memory traffic of float32.
     inputs = images.reshape(len(images), PIXELS).T.contiguous()[pixels].to(torch.float32)
     return Split(inputs.div_(_BRIGHTEST).unsqueeze(-1), labels.to(torch.int64))

@@ -19,11 +19,11 @@ class WorkerLost(RuntimeError):
 
 
 class ProcessPool:
-    """Worker processes, as a context manager that ends all of them.
+    """Worker processes in a context manager that ends all of them.
 
-    `multiprocessing.Pool` hangs if a worker is killed; here `WorkerLost` is raised at once. Each
-    worker has its own pipe, so none waits for a lock that a dead one holds. Workers ignore Ctrl-C
-    and exit when their parent is gone.
+    `multiprocessing.Pool` hangs if a worker is killed; this pool raises `WorkerLost` at once. Each
+    worker has its own pipe, so none waits for a lock held by a dead one. Workers ignore Ctrl-C and
+    exit when their parent is gone.
 
     Args:
         count: number of processes.
@@ -67,19 +67,19 @@ class ProcessPool:
             pipe.close()
 
     def map(self, work: Callable[..., Any], jobs: Iterable[object]) -> Iterator[Any]:
-        """Yield ``work(job)`` for each job, in order, with a few jobs in memory at a time.
+        """Yield ``work(job)`` for each job, in order, holding only a few jobs in memory.
 
         Raises:
             WorkerLost: a process ended before its job was done.
             Exception: what `work` raised.
         """
-        left = enumerate(jobs)
+        remaining = enumerate(jobs)
         idle, busy = list(self._pipes), dict[Connection, int]()
         done: dict[int, Any] = {}
         following, more = 0, True
         while True:
             while more and idle and len(busy) + len(done) < _AHEAD * self._count:
-                number, job = next(left, (-1, None))
+                number, job = next(remaining, (-1, None))
                 more = number >= 0
                 if more:
                     pipe = idle.pop()
@@ -112,18 +112,18 @@ class ProcessPool:
         gone = wait([process.sentinel for process in self._processes], timeout=10)
         ended = [process for process in self._processes if process.sentinel in gone]
         for process in ended:
-            process.join(timeout=10)  # the sentinel closes a moment before there is an exit code
+            process.join(timeout=10)  # the sentinel closes shortly before the exit code is set
         code = next((p.exitcode for p in ended if p.exitcode is not None), None)
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            hint = ", possibly because memory ran out" if name == "SIGKILL" else ""
+            hint = ", possibly because it ran out of memory" if name == "SIGKILL" else ""
             return f"was killed by {name}{hint}"
-        return f"ended with {code}"
+        return f"exited with code {code}"
 
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Signals are held back until all processes are started."""
+    """Inside the ``with`` block, hold back signals, so that all processes start."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

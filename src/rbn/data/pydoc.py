@@ -1,4 +1,4 @@
-"""A text that is on every machine with Python: the help on its language."""
+"""A text that every Python installation contains: the help on the language."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _UNKNOWN = "?"
 
 
 def pydoc() -> Text:
-    """The topics of Python's ``help()``: half a million characters of English, with code in it.
+    """The topics of Python's ``help()``: half a million characters of English mixed with code.
 
-    Needs no download. The topics are joined in the order of their names; the first 90% of the
-    characters are for training, the next 5% for validation, the last 5% for testing. The alphabet
-    is the end of line and the 95 printable characters of ASCII, in any version of Python; the text
-    differs a little from version to version. Typographic quotes, dashes and dots become those of
-    ASCII, any other character a question mark.
+    Needs no download. The topics are joined in alphabetical order; the first 90% of the characters
+    are for training, the next 5% for validation, the last 5% for testing. The alphabet is newline
+    and the 95 printable ASCII characters, for any version of Python; the text differs slightly
+    between versions. Typographic quotes, dashes and ellipses are replaced by ASCII, any other
+    character by a question mark.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise ImportError(
-            "the text is pydoc_data of Python's standard library, which this Python lacks"
+            "the text is pydoc_data of Python's standard library, which this Python does not have"
         ) from error
     text = plain("\n".join(topics[name] for name in sorted(topics)))
     first, second = len(text) * 90 // 100, len(text) * 95 // 100
@@ -44,6 +44,6 @@ def pydoc() -> Text:
 
 
 def plain(text: str) -> str:
-    """The text in the alphabet of 96 symbols."""
+    """Convert text to the alphabet of 96 symbols."""
     others = set(text) - set(SYMBOLS)
     return text.translate({ord(other): _LIKE.get(other, _UNKNOWN) for other in others})

@@ -1,4 +1,4 @@
-"""The data sets, and the public files they are made of."""
+"""The data sets and their public files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Published:
-    """A file as it is offered for download.
+    """A file in the form in which it is downloaded.
 
     Attributes:
-        name: of the file.
-        size: in bytes.
-        sha256: of its bytes, in hexadecimal.
-        urls: where it is offered; tried in this order.
+        name: name of the file.
+        size: size in bytes.
+        sha256: SHA-256 of its bytes, in hexadecimal.
+        urls: addresses, tried in this order.
     """
 
     name: str
@@ -24,13 +24,13 @@ class Published:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of a data set, however it is packed.
+    """A file of a data set, packed or not.
 
     Attributes:
-        name: of the unpacked file.
-        size: of the unpacked file, in bytes.
-        sha256: of the unpacked bytes, in hexadecimal.
-        published: the form it is downloaded in.
+        name: name of the unpacked file.
+        size: size of the unpacked file in bytes.
+        sha256: SHA-256 of the unpacked bytes, in hexadecimal.
+        published: the form in which it is downloaded.
     """
 
     name: str
@@ -40,20 +40,20 @@ class Source:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Names under which the file is accepted: as it is, gzipped, or in a zip archive."""
+        """File names that are accepted: unpacked, gzipped, or in a zip archive."""
         return (self.name, f"{self.name}.gz", f"{self.name}.zip")
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set by its name.
+    """A data set.
 
     Attributes:
-        name: as in ``rbn data get NAME``.
-        about: what it is, in a few words.
+        name: its name, as in ``rbn data get NAME``.
+        about: a short description.
         folder: its folder inside the data folder.
-        sources: its files; none where it comes with something that is installed.
-        comes_with: the module it comes with, where it has no files.
+        sources: its files; empty if an installed package contains it.
+        comes_with: the module that contains it, if it has no files.
     """
 
     name: str
@@ -64,7 +64,7 @@ class DataSet:
 
     @property
     def download_size(self) -> int:
-        """Bytes to download, in all."""
+        """Total number of bytes to download."""
         return sum(source.published.size for source in self.sources)
 
 
@@ -162,7 +162,7 @@ DATASETS: dict[str, DataSet] = {
 
 
 def data_set(name: str) -> DataSet:
-    """The data set of that name; a ValueError lists the names where there is none."""
+    """Look up a data set by name. The `ValueError` for an unknown name lists all names."""
     if name not in DATASETS:
         raise ValueError(f"unknown data set {name!r}: choose from {', '.join(DATASETS)}")
     return DATASETS[name]

@@ -1,4 +1,4 @@
-"""Labelled sequences, and a data set's division into three parts."""
+"""Labelled sequences, and the three parts of a data set."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Split:
         return len(self.labels)
 
     def first(self, count: int) -> Split:
-        """The first `count` sequences, or all where there are fewer."""
+        """The first `count` sequences, or all if there are fewer."""
         return Split(self.inputs[:, :count], self.labels[:count])
 
     def to(self, device: torch.device | str) -> Split:
-        """The same on another device."""
+        """Copy to another device."""
         return Split(self.inputs.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The parts of a data set: to fit, to choose by, and to report on."""
+    """The parts of a data set."""
 
     train: Split
     valid: Split
     test: Split
 
     def to(self, device: torch.device | str) -> Splits:
-        """The same on another device."""
+        """Copy to another device."""
         return Splits(self.train.to(device), self.valid.to(device), self.test.to(device))

@@ -20,15 +20,15 @@ def text8(
     download: bool = False,
     characters: Sequence[int] | None = None,
 ) -> Text:
-    """The text8 corpus: the space and the letters a to z; 90, 5 and 5 million characters.
+    """The text8 corpus: space and the letters a to z; 90, 5 and 5 million characters.
 
-    Takes about two seconds and, for a moment, half a gigabyte of memory.
+    Takes about two seconds and temporarily half a gigabyte of memory.
 
     Args:
-        root: the data folder; by default RBN_DATA, or else ``~/.cache/rbn/data``.
-        download: load missing files from the web.
-        characters: how many of the training, validation and test part to use, from the start of
-            each; None: all.
+        root: the data folder; by default RBN_DATA, else ``~/.cache/rbn/data``.
+        download: download missing files.
+        characters: how many characters of the training, validation and test part to use, from the
+            start of each; all by default.
     """
     characters = SIZES if characters is None else characters
     if (

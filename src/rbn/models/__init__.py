@@ -1,4 +1,4 @@
-"""The models that the experiments train, made of the layers."""
+"""The models of the paper's experiments."""
 
 from rbn.models.attentive_reader import AttentiveReader
 from rbn.models.classifier import SequenceClassifier

@@ -65,11 +65,11 @@ class AttentiveReader(nn.Module):
         entities: number of symbols that stand for entities.
         first_entity: the first of these symbols.
         hidden_size: units H of each encoder and direction, and of both tanh layers.
-        variant: ``"lstm"``; ``"bn-lstm"``, with batch-normalized LSTMs instead;
+        variant: ``"lstm"``, plain LSTMs; ``"bn-lstm"``, batch-normalized LSTMs;
             ``"bn-everywhere"``, which also normalizes each term inside a tanh of attention and
-            output; ``"bn-e*"``, with sequencewise statistics of the encoders' input as well;
-            ``"bn-e**"``, with two directions as well, where the second reverses only the unpadded
-            part. Not in the paper: ``"bi-lstm"``, the plain LSTM in two directions.
+            output; ``"bn-e*"``, which also uses sequencewise statistics of the encoders' input;
+            ``"bn-e**"``, which also reads in two directions, where the second reverses only the
+            unpadded part. Not in the paper: ``"bi-lstm"``, the plain LSTM in two directions.
         embedding_size: size of the symbol embeddings, shared by both encoders; H by default.
         output: the answer is one of the ``"entities"``, or any symbol of the ``"vocabulary"``.
         bidirectional: overrides the variant's.
@@ -192,7 +192,7 @@ class AttentiveReader(nn.Module):
         init.forget_bias_(encoders, 0.0)
         for name, parameter in encoders.named_parameters():
             if name.rpartition(".")[2].startswith("c0"):
-                parameter.requires_grad_(False)  # it is 0 already
+                parameter.requires_grad_(False)  # it is already 0
 
     def forward(
         self,
@@ -217,12 +217,12 @@ class AttentiveReader(nn.Module):
         """
         if document.dim() != 2 or question.dim() != 2 or document.shape[1] != question.shape[1]:
             raise ValueError(
-                "document and question must be [T, B] and [S, B] of one batch size, got shapes "
+                "document and question must be [T, B] and [S, B] with the same B, got shapes "
                 f"{tuple(document.shape)} and {tuple(question.shape)}"
             )
         for name, symbols in (("document", document), ("question", question)):
             if not checks.is_symbols(symbols):
-                raise TypeError(f"{name} must hold symbols, integers, got {symbols.dtype}")
+                raise TypeError(f"{name} must hold integer symbols, got {symbols.dtype}")
             checks.symbols_within(name, symbols, self.vocabulary)
         device, batch = document.device, document.shape[1]
         document_lengths = checks.lengths(document_lengths, document.shape[0], batch, device)

@@ -32,7 +32,7 @@ class LanguageModel(nn.Module):
                 f"got {type(recurrent).__name__}"
             )
         if getattr(recurrent, "bidirectional", False):
-            raise ValueError("recurrent must have one direction: the other has seen what is asked")
+            raise ValueError("recurrent must have one direction: a backward one sees the targets")
         self.recurrent = recurrent
         self.dropout = nn.Dropout(dropout)
         self.symbols: int = sizes[0]  # type: ignore[assignment]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 _MAX_TENSORS = 64  # per kernel; each has five pointers
-_BLOCK = 1024  # numbers that a program handles at a time
+_BLOCK = 1024  # numbers that one program updates
 _MAX_PARTS = 4096  # norms that one program combines afterwards
 
 
 def supports(tensors: Sequence[Tensor]) -> bool:
-    """Whether one kernel can handle all these tensors."""
+    """Whether one kernel can process all these tensors."""
     return (
         0 < len(tensors) <= _MAX_TENSORS
         and all(
@@ -40,7 +40,7 @@ def supports(tensors: Sequence[Tensor]) -> bool:
 
 @functools.cache
 def _triton_takes_tuples() -> bool:
-    """Whether Triton is installed, in a version whose kernels take tuples."""
+    """Whether Triton is installed, in a version whose kernels accept tuples."""
     if importlib.util.find_spec("triton") is None:
         return False
     import triton
@@ -49,7 +49,7 @@ def _triton_takes_tuples() -> bool:
 
 
 def part_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The norms of parts of the tensors, ``[N]``; their norm is the norm of all tensors."""
+    """Norms of parts of the tensors, ``[N]``. Their norm is the norm of all tensors."""
     from rbn.training.adam_kernels import norms
 
     rounds = 4
@@ -69,7 +69,7 @@ def part_norms(tensors: Sequence[Tensor]) -> Tensor:
 def _programs(tensors: Sequence[Tensor], numbers: int) -> tuple[tuple[int, ...], int]:
     """The index of each tensor's first program, and the number of programs.
 
-    numbers: that one program handles.
+    numbers: how many numbers one program processes.
     """
     first, count = [], 0
     for tensor in tensors:
@@ -91,7 +91,7 @@ class _OneKernel(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step. closure: recomputes the loss, which is then returned."""
+        """Make a step. closure: recomputes the loss; its result is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +101,7 @@ class _OneKernel(torch.optim.Optimizer):
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 self._step(group, parameters)
         else:
-            step = super().step  # wrapped with hooks once a plain optimiser of this class existed
+            step = super().step  # wrapped in hooks once a plain optimiser of this class was created
             hooked = getattr(step, "hooked", False)
             step.__wrapped__(self) if hooked else step()  # type: ignore[attr-defined]
         return loss
@@ -149,15 +149,15 @@ class _OneKernel(torch.optim.Optimizer):
 
 
 class Adam(_OneKernel, torch.optim.Adam):
-    """`torch.optim.Adam`, fused, with its own kernel if that supports the parameters.
+    """`torch.optim.Adam`, fused, with a kernel of its own if it supports the parameters.
 
-    Options, state, `grad_scale` and `found_inf` are the same as PyTorch's; the gradients themselves
-    stay scaled.
+    Options, state, `grad_scale` and `found_inf` are like PyTorch's, except that the gradients
+    themselves stay scaled.
     """
 
 
 class AdamW(_OneKernel, torch.optim.AdamW):
-    """`torch.optim.AdamW`, likewise: Adam with decoupled weight decay."""
+    """Like `Adam`, for `torch.optim.AdamW`: Adam with decoupled weight decay."""
 
 
 def update(
@@ -177,8 +177,8 @@ def update(
     """An Adam step, in place.
 
     Args:
-        parameters: float32, contiguous, like all lists of tensors here.
-        gradients: of the parameters.
+        parameters: float32 and contiguous, like all lists of tensors here.
+        gradients: gradients of the parameters.
         means: first moments.
         squares: second moments.
         steps: the number of this step, from 1, one scalar per parameter, on the device.

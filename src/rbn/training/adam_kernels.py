@@ -1,4 +1,4 @@
-"""Kernels over a list of tensors; each program handles a part of one tensor."""
+"""Kernels over a list of tensors. Each program processes a part of one tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _of_program(values, FIRST: tl.constexpr, program):
-    """The entry of `values` for the tensor that a program works on."""
+    """The entry of `values` for the tensor that this program works on."""
     value = values[0]
     for k in tl.static_range(1, len(FIRST)):
         value = tl.where(program >= FIRST[k], values[k], value)
@@ -44,7 +44,7 @@ def norms(
 
 @triton.jit
 def _one_less_power(step, LOG: tl.constexpr):
-    """1 - beta ** step, with LOG = log(beta); a series keeps small results accurate."""
+    """1 - beta ** step, with LOG = log(beta). A series keeps small results accurate."""
     x = step * LOG
     small = tl.maximum(x, -0.5)
     series = 1.0
@@ -56,7 +56,7 @@ def _one_less_power(step, LOG: tl.constexpr):
 @triton.jit
 def _adam(
     at,
-    size,  # None if all of the block is inside the tensor
+    size,  # None if the entire block is inside the tensor
     parameter,
     gradient,
     mean,

@@ -14,7 +14,7 @@ _CHECKSUM = "sha256"
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text file under a temporary name, then rename it: a kill leaves the old file."""
+    """Write a text file atomically: a kill leaves the old file or the new one."""
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Inside, an OSError names the file that could not be written."""
+    """Inside the ``with`` block, an OSError names the file that could not be written."""
     try:
         yield
     except OSError as error:
@@ -51,9 +51,9 @@ def read_checked(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, it is not JSON: {error}") from error
+        raise ValueError(f"{path} is damaged: not JSON ({error})") from error
     if not isinstance(content, dict) or _CHECKSUM not in content:
-        raise ValueError(f"{path} has no checksum: it is damaged, or of an older version")
+        raise ValueError(f"{path} has no checksum: it is damaged, or from an older version")
     if content.pop(_CHECKSUM) != _checksum(content):
         raise ValueError(f"{path} is damaged or was edited: its checksum does not match")
     return content

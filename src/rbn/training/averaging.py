@@ -18,7 +18,7 @@ class AveragedParameters:
     mean of all steps so far, and do not depend on the initial parameters.
 
     Args:
-        model: its parameters are averaged, and not modified.
+        model: the model to average. It is not modified.
         decay: factor of the old average in every step, at least 0 and below 1.
     """
 
@@ -38,7 +38,7 @@ class AveragedParameters:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model's parameters are the averages."""
+        """Inside the ``with`` block, the model's parameters are the averages."""
         current = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
             self._put(self.average)
@@ -58,7 +58,7 @@ class AveragedParameters:
             if saved is None:
                 raise CheckpointError(
                     "the checkpoint does not match the run's settings, which may have changed: "
-                    f"it has no average of {name}"
+                    f"no average of {name}"
                 )
             value.copy_(saved)
 

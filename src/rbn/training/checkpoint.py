@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_METADATA, _METADATA_CRC = "facts", "facts_crc32"  # names in the files of all versions
+_METADATA, _METADATA_CRC = "facts", "facts_crc32"  # keys in the files of all versions
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; says why."""
+    """A checkpoint cannot be written or read. Says why."""
 
 
 def save(
@@ -25,13 +25,13 @@ def save(
 ) -> None:
     """Write tensors and metadata to one file, atomically.
 
-    The file gets its name only when all of it is on the disk; until then the old one stays.
+    The file gets its name only when it is completely on the disk; the old one stays until then.
 
     Args:
-        path: of the file.
-        tensors: by name.
-        metadata: anything JSON can hold.
-        previous: the new name of the file that is replaced, on disks that support hard links.
+        path: the file to write.
+        tensors: tensors by name.
+        metadata: any JSON object.
+        previous: keeps the old file under this name, on disks that support hard links.
     """
     from safetensors.torch import save_file
 
@@ -74,7 +74,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint; its tensors are neither read nor checked."""
+    """The metadata of a checkpoint. Neither reads nor checks its tensors."""
     with _open(path) as (_, metadata, _):
         return metadata
 
@@ -107,7 +107,7 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk, so that it survives a power failure."""
+    """Flush a file or a folder's entries to the disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,7 +127,7 @@ _KIND_OPTIONS = ("betas", "alpha", "dampening")
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a model, its optimiser and the random state; the optimiser's other options."""
+    """Tensors of a model, its optimiser and the random state, and the optimiser's other options."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     saved = optimizer.state_dict()
     numbers: dict[str, dict[str, Any]] = {}

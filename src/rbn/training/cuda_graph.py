@@ -26,8 +26,8 @@ class CapturedStep:
     synchronize with the host, and keep its state in tensors with fixed addresses.
 
     Args:
-        work: a training step, from the tensors of a batch to its loss.
-        stream: to run on; not the default stream.
+        work: a training step: takes the tensors of a batch, returns the loss.
+        stream: the stream to run on; not the default stream.
     """
 
     def __init__(self, work: Callable[..., Tensor], stream: torch.cuda.Stream) -> None:

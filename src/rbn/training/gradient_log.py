@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-6  # added to the norm, as in `torch.nn.utils.clip_grad_norm_`
-# Gradients through many time steps may overflow float32; their squares in the norm do so from 1e19
-# on. Clipped gradients do not overflow. So after an overflow the loss is scaled down, by a power of
+# Gradients through many time steps may overflow float32; their squares in the norm overflow from
+# 1e19 on. Clipped gradients would fit. So after an overflow the loss is scaled down, by a power of
 # two, and scaled up again step by step while the norm is below `_GROW_BELOW`.
 _BACKOFF, _MIN_SCALE = 2.0**-20, 2.0**-80
 _GROW_BELOW = 2.0**30
 
 
 def _not_finite(number: Tensor) -> Tensor:
-    """Whether a number is infinite or NaN, in two operations; `isfinite` takes several more."""
+    """Whether a number is infinite or NaN, in two operations; `isfinite` needs several more."""
     return number - number != 0
 
 
@@ -22,13 +22,13 @@ class GradientLog:
     """Sums and counts over steps, updated without synchronizing with the host.
 
     Attributes:
-        total: of the losses since it was last set to 0.
-        bad: the number of the first step with a loss that was not finite, or -1.
-        skipped: steps with a gradient that was not finite.
+        total: sum of the losses since it was last set to 0.
+        bad: number of the first step with a loss that was not finite, or -1.
+        skipped: number of steps with a gradient that was not finite.
         in_a_row: how many of those were the most recent steps.
-        number: of the next step, from 0.
-        loss_scale: factor for the next loss, if its gradients are clipped: 1, and less after
-            gradients that were not finite.
+        number: number of the next step, from 0.
+        loss_scale: factor for the next loss, if gradients are clipped: 1, and less after gradients
+            that were not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,11 +47,11 @@ class GradientLog:
 
         Args:
             loss: a scalar.
-            norm: of the scaled loss's gradients: a scalar, or the norms of their parts, ``[N]``.
-            clip: largest norm to leave.
+            norm: norm of the scaled loss's gradients: a scalar, or the norms of parts, ``[N]``.
+            clip: largest norm to allow.
 
         Returns:
-            What to divide the gradients by, and 1 if they are not finite, else 0: float32 scalars
+            The divisor of the gradients, and 1 if they are not finite, else 0: float32 scalars
             that the next step overwrites.
         """
         divisor, overflow, scale = self._factors.unbind()

@@ -1,4 +1,4 @@
-"""`GradientLog.record` as one kernel; PyTorch's operations would launch about fifteen per step."""
+"""`GradientLog.record` as one kernel; PyTorch's operations would be about fifteen launches."""
 
 from __future__ import annotations
 

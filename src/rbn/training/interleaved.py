@@ -13,8 +13,8 @@ def train_interleaved(trainers: Sequence[Trainer]) -> None:
     """Train several runs in alternation, one step each, until all are done.
 
     Each run has its own random numbers and, on a GPU, its own stream, so the results are the same
-    as when the runs are trained one after another. Small models leave most of a GPU idle: several
-    of them take hardly longer than one.
+    as if the runs were trained one after another. Small models leave most of a GPU idle, so
+    training several of them takes hardly longer than one.
 
     Raises:
         Diverged: at least one run diverged; raised after all others are done.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: never lost, and never in the middle of work that must complete.
+"""Handling of Ctrl-C and SIGTERM: not lost, and not in the middle of work that must complete.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be. Inside a weakref callback or
 a `__del__`, Python prints and drops it; inside a database transaction, it can leave the lock held.
@@ -123,14 +123,14 @@ class Interrupts:
 
     @contextlib.contextmanager
     def breakable(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt at once: for work that can be repeated."""
+        """Inside the ``with`` block, a signal raises at once: for work that can be repeated."""
         before, self._breakable = self._breakable, True
         try:
             self.check()
             yield
         finally:
             self._breakable = before
-        self.check()  # an interrupt that was swallowed on its way
+        self.check()  # in case the interrupt was swallowed
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         global _sent_again
@@ -148,10 +148,10 @@ _active: Interrupts | None = None
 
 @contextlib.contextmanager
 def remembered(raise_second: bool = True) -> Iterator[Interrupts]:
-    """Inside, a first Ctrl-C is remembered instead of raised; so is SIGTERM after `handle_signals`.
+    """Inside the ``with`` block, catch the first Ctrl-C (and SIGTERM, after `handle_signals`).
 
-    A nested block shares the signals of the outer one. Only the main thread can handle signals; in
-    other threads the block has no effect.
+    It is remembered instead of raised. A nested block shares the signals of the outer one. Only the
+    main thread can handle signals; in other threads the block has no effect.
 
     Args:
         raise_second: whether a second signal raises KeyboardInterrupt at once.
@@ -187,7 +187,7 @@ def pending() -> bool:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Start child processes in this block: signals are held back until all are started."""
+    """Start child processes inside this block: it holds signals back until all are started."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

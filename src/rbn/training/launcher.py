@@ -53,11 +53,11 @@ def is_lost(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def process_group(world: World | None) -> Iterator[None]:
-    """A block in which several processes work together; without effect for a single one.
+    """Inside the ``with`` block, several processes work together. No effect for a single one.
 
     Raises:
         RankLost: another process cannot be reached, or this one got SIGTERM, which torchrun sends
-            after another one failed.
+            after another process failed.
     """
     if world is None:
         yield
@@ -83,14 +83,14 @@ def process_group(world: World | None) -> Iterator[None]:
 
 
 def _short(error: BaseException) -> str:
-    """The part of a backend's message that says what happened."""
+    """The informative part of a backend's error message."""
     return re.sub(r"^\[[^]]*\]\s*", "", str(error)).partition(". ")[0].splitlines()[0]
 
 
 def launch(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
     """Call ``work(*arguments)`` in several processes on this machine, like torchrun.
 
-    If one fails, all are ended. Ctrl-C is passed on to them once.
+    If one of them fails, all are ended. Ctrl-C is passed on to them once.
 
     Args:
         work: a module-level function.
@@ -99,7 +99,7 @@ def launch(work: Callable[..., None], arguments: tuple[Any, ...], count: int) ->
 
     Raises:
         RankLost: a process was killed or exited without an error message; says which.
-        Exception: the error that `work` raised, of the lowest rank that reported one.
+        Exception: the error that `work` raised, from the lowest rank that reported one.
     """
     context = get_context("spawn")
     port = _free_port()
@@ -128,8 +128,8 @@ def _wait(
 ) -> list[BaseException | None]:
     """Wait until all processes have exited, or until shortly after one failed.
 
-    Reads their reports all the time: a process with a long report blocks until it is read. Passes
-    each signal of `interrupts` on to them.
+    Keeps reading their reports, because a process with a long report blocks until it is read.
+    Passes each signal of `interrupts` on to them.
 
     Returns:
         The error that each process reported, or None.
@@ -180,7 +180,7 @@ def _end(processes: list[Any]) -> None:
 
 
 def _raise_cause(codes: list[int | None], reports: list[BaseException | None]) -> None:
-    """Raise the error that caused a failure, rather than one that followed from it."""
+    """Raise the error that caused a failure, rather than one that resulted from it."""
     errors = [error for error in reports if error is not None]
     for error in errors:
         if not is_lost(error):
@@ -232,8 +232,8 @@ def _run_rank(
 def exit_at_once(code: int) -> None:
     """Exit a process of a group without finalizing the interpreter.
 
-    A gloo thread may still have to release the tensors it exchanged last. For that it needs the
-    GIL, and requesting it during finalization ends the thread, which aborts the process after all
+    A gloo thread may still have to release the last tensors it exchanged, for which it needs the
+    GIL. Requesting the GIL during finalization ends that thread, which aborts the process after all
     its work is done.
     """
     if code == 0:  # otherwise exit functions might wait for processes that are gone

@@ -10,9 +10,10 @@ import torch
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
-    """The seed for a step's random numbers in all processes but the first.
+    """The seed for a step's random numbers in all processes except the first.
 
-    With it, checkpoints need no random state per process, and the number of processes may change.
+    It makes a random state per process in checkpoints unnecessary, and lets the number of processes
+    change.
     """
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch's seeds are signed
@@ -22,12 +23,12 @@ class RandomState:
     """A stream of random numbers that starts at the process's current state.
 
     Inside `current`, torch's default generators continue this stream; outside, they are unchanged.
-    So interleaved runs draw the numbers that each would draw alone. On a GPU the generator's state
-    object is swapped, not its value: a CUDA graph captured inside `current` keeps drawing from the
-    stream of its run, even if graphs of other runs are replayed in between.
+    So interleaved runs draw the same numbers as each run alone. On a GPU the generator's state
+    object is swapped, not its value: a CUDA graph captured inside `current` keeps drawing from its
+    run's stream, even if graphs of other runs are replayed in between.
 
     Args:
-        device: of the run.
+        device: the run's device.
     """
 
     def __init__(self, device: torch.device) -> None:

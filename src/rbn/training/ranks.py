@@ -1,7 +1,7 @@
-"""Communication among the processes of one run.
+"""Communication between the processes of one run.
 
-Gradients go through Fabric's DDP. This is for everything else the processes must agree on: who
-takes which part of a minibatch, when to stop, what an evaluation measured.
+Gradients go through Fabric's DDP. This covers everything else the processes must agree on: who
+takes which part of a minibatch, when to stop, and what an evaluation measured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Ranks:
             return tuple(batch), 1.0
         if len(dims) != len(batch):
             raise ValueError(
-                f"row_dims must name a dimension for each of {len(batch)} tensors, got {dims}"
+                f"row_dims must have one dimension for each of {len(batch)} tensors, got {dims}"
             )
         rows = batch[0].shape[dims[0]]
         if rows < self.count:
@@ -75,7 +75,7 @@ class Ranks:
         return tuple(mine), (end - first) / rows
 
     def share(self, items: Iterable[T]) -> Iterator[T]:
-        """This process's part of items that all processes have: every `count`-th."""
+        """Every `count`-th of the items, which all processes have, starting at this rank."""
         return itertools.islice(items, self.rank, None, self.count)
 
     def gathered(self, *values: float) -> list[list[float]]:
@@ -97,7 +97,7 @@ class Ranks:
         return any(values[0] for values in self.gathered(float(flag)))
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """Run `work` in the first process and return its result, or raise its error, in all."""
+        """Run `work` in the first process. All processes return its result or raise its error."""
         if self.count == 1:
             return work()
         outcome: list[Any] = [None, None]  # result and error
@@ -113,7 +113,7 @@ class Ranks:
         return result
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Run `work` in every process, in the first one before the others: it may fill a cache."""
+        """Run `work` in all processes, first in the first one, which may fill a cache."""
         mine: list[T] = []
         self.from_first(lambda: mine.append(work()))
         return mine[0] if mine else work()

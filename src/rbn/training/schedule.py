@@ -11,18 +11,18 @@ class Schedule:
 
     Attributes:
         steps: number of optimisation steps.
-        evaluate_every: steps between evaluations; the last step is always followed by one.
-        checkpoint_every: steps between checkpoints; every evaluation is followed by one.
-        patience: evaluations without improvement before training stops; None: no early stopping.
-        clip: largest global norm of the gradients; None: no clipping. If the norm is not finite,
-            the step has a zero gradient (a fused optimiser skips it) and is counted. The next loss
-            is scaled down, which clipping compensates.
-        decay_from: fraction of the steps after which the learning rate decays linearly to 0; 1: it
-            stays constant.
+        evaluate_every: steps between evaluations. The last step is always evaluated.
+        checkpoint_every: steps between checkpoints. Every evaluation also writes one.
+        patience: evaluations without improvement before training stops; None never stops early.
+        clip: largest global norm of the gradients; None does not clip. If the norm is not finite,
+            the step has a zero gradient (a fused optimiser skips it) and is counted, and the next
+            loss is scaled down, which clipping compensates.
+        decay_from: fraction of the steps after which the learning rate decays linearly to 0; 1
+            keeps it constant.
         average: decay of a running average of the parameters, which is then evaluated and kept as
-            the best model; None: the parameters themselves.
-        checkpoint_seconds: least time between two checkpoints, except the last one.
-        max_minutes: after which this process saves and stops unfinished; None: no limit.
+            the best model; None uses the parameters themselves.
+        checkpoint_seconds: minimum time between two checkpoints, except for the last one.
+        max_minutes: save and stop unfinished after this time; None: no limit.
     """
 
     steps: int
@@ -50,7 +50,7 @@ class Schedule:
             raise ValueError(f"average must be at least 0 and below 1, got {self.average}")
 
     def rate(self, step: int) -> float:
-        """The factor of the learning rate at a step, from 0."""
+        """The factor of the learning rate at a step, counted from 0."""
         first = self.decay_from * self.steps
         return 1.0 if step < first else (self.steps - step) / (self.steps - first)
 
@@ -61,11 +61,11 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0  # of training, summed over all sessions
-    together: int = 1  # largest number of runs that shared the device, and so the time
+    together: int = 1  # largest number of runs that shared the device and thus the time
     best: float | None = None
     best_step: int = 0
     bad_looks: int = 0  # evaluations since the best one
-    loss: float = 0.0  # mean over the steps that were fetched last
+    loss: float = 0.0  # mean over the most recently fetched steps
     loss_sum: float = 0.0  # since the last evaluation
     loss_count: int = 0
     skipped: int = 0  # steps with a gradient that was not finite

@@ -9,8 +9,8 @@ class TensorBoardLog:
     """Writes the metrics of evaluations as TensorBoard event files.
 
     Args:
-        folder: of the event files.
-        step: at which the run resumes; TensorBoard hides what was written after it.
+        folder: folder of the event files.
+        step: the step at which the run resumes; TensorBoard hides what was written after it.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:

@@ -1,8 +1,8 @@
 """The training loop: a run can be killed at any moment and resumes from its last checkpoint.
 
-A `Task` knows the data and the model; the `Trainer` decides when to step, evaluate, save and stop;
+A `Task` has the data and the model; the `Trainer` decides when to step, evaluate, save and stop;
 Lightning Fabric handles devices and precision. A batch is a function of the step number, so the
-order of the data needs no saving.
+data's order needs no saving.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Task(Protocol):
     """
 
     model: nn.Module
-    metric: str  # the key of `evaluate` that chooses the best model
+    metric: str  # the key of `evaluate`'s result that selects the best model
 
     @property
     def higher_is_better(self) -> bool:
@@ -61,17 +61,17 @@ class Task(Protocol):
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """From the tensors of a minibatch to a scalar, the mean over its rows."""
+        """Maps the tensors of a minibatch to a scalar, the mean over its rows."""
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics on the validation data, `metric` among them. Leaves the model's mode unchanged.
+        """Metrics on the validation data, including `metric`. Leaves the model's mode unchanged.
 
-        All processes of a run call it; the results of the first one count.
+        All processes of a run call it; the result of the first one counts.
         """
 
 
 _HAS_GRAD_SCALE = torch.optim.Adam, torch.optim.AdamW  # divide the gradients in a fused step
-_MAX_SKIPPED = 50  # steps in a row with a gradient that is not finite before the run is given up
+_MAX_SKIPPED = 50  # consecutive steps with non-finite gradients after which a run is given up
 
 
 class Trainer:
@@ -83,10 +83,10 @@ class Trainer:
 
     The run has its own stream of random numbers, which starts at the process's current state.
 
-    With several processes (see `make_fabric`) each one takes its part of every minibatch, and the
+    With several processes (see `make_fabric`), each one takes its part of every minibatch, and the
     gradients are those of all rows. Minibatches and checkpoints do not depend on the number of
     processes, which may change when a run is resumed. If the model draws random numbers, the first
-    process draws those of a single-process run; the others use a stream of their own for each step.
+    process draws those of a single-process run; the others use a separate stream for each step.
 
     Attributes:
         module: the model without Fabric's wrapper, in full precision.
@@ -103,7 +103,7 @@ class Trainer:
         fabric: device, precision and processes; by default the model's device in full precision.
         graph: capture the step as a CUDA graph. The optimiser must be `capturable`, and its
             learning rates must be tensors if they decay.
-        look_back: steps between two transfers of the losses to the host, where they are checked; 1
+        look_back: steps between two transfers of the losses to the host, where they are checked. 1
             makes the host wait for every step. Default: 1 on the CPU, 100 on a GPU.
         on_step: the first of the `step_callbacks`.
         on_record: the first of the `record_callbacks`.
@@ -126,7 +126,7 @@ class Trainer:
         self.step_callbacks = [] if on_step is None else [on_step]
         self.record_callbacks = [] if on_record is None else [on_record]
         self.progress = Progress()
-        self.module, self._optimizer = task.model, optimizer  # without their wrappers
+        self.module, self._optimizer = task.model, optimizer  # without Fabric's wrappers
         # Evaluations must not depend on when checkpoints were written: a task uses the running
         # averages, or estimates statistics itself.
         keep_running_averages(task.model)
@@ -154,7 +154,7 @@ class Trainer:
         self._first_rates = [float(rate) for rate in self._rates]
         self._log = GradientLog(device)
         # If Fabric scales the loss, it clips as well. A fused Adam divides the gradients itself and
-        # can skip a step. (So can a fused SGD, but not its momentum.)
+        # can skip a step. (A fused SGD can, too, but does not skip its momentum.)
         self._clips = schedule.clip is not None and not self._scales_loss()
         fused = isinstance(optimizer, _HAS_GRAD_SCALE) and bool(optimizer.defaults.get("fused"))
         self._divides = self._clips and fused
@@ -197,7 +197,7 @@ class Trainer:
         return self.folder / "best.safetensors"
 
     def run(self) -> Progress:
-        """Train until the last step, until patience or the time runs out, or until `stop`.
+        """Train until the last step, until patience or time runs out, or until `stop` is called.
 
         Returns:
             The progress; `finished` unless the time ran out or `stop` was called.
@@ -261,13 +261,13 @@ class Trainer:
     def stop(self) -> None:
         """Save and stop unfinished after the current step, as when the time runs out.
 
-        Of several processes that train one run, all must call it.
+        If several processes train one run, all must call it.
         """
         self._stopping = True
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Inside, torch uses the run's own random numbers and, on a GPU, its own stream."""
+        """Inside the ``with`` block, torch uses the run's random numbers and its GPU stream."""
         with self._random.current(), torch.cuda.stream(self._stream):  # no stream: no effect
             yield
 
@@ -328,7 +328,7 @@ class Trainer:
         return value
 
     def _clip(self, loss: Tensor, clip: float) -> None:
-        """Clip the gradients; if they overflowed, they have no direction: skip the step."""
+        """Clip the gradients. If they overflowed, they have no direction: skip the step."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if self._clips:
             norm = part_norms(grads) if supports(grads) else torch.nn.utils.get_total_norm(grads)
@@ -361,7 +361,7 @@ class Trainer:
                 group["lr"] = first * factor
 
     def _fetch(self) -> None:
-        """Bring the losses to the host, and give up if one was not finite."""
+        """Copy the losses to the host, and give up if one was not finite."""
         gathered = self.ranks.gathered(int(self._log.bad), float(self._log.total))
         bad = min((int(b) for b, _ in gathered if b >= 0), default=-1)
         total = sum(part for _, part in gathered)

@@ -1,4 +1,4 @@
-"""The rank of this process among those of a run, and Lightning Fabric for it."""
+"""The rank of this process in its group, and Lightning Fabric for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# How long a process waits for one that is alive but does not respond. A death is noticed at once.
+# How long a process waits for one that is alive but does not respond. Deaths are noticed at once.
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -70,7 +70,7 @@ class World:
 
 
 def check_devices(kind: torch.device, count: int) -> None:
-    """Refuse more processes than this machine has devices, or one specific device for all."""
+    """Reject more processes than this machine has devices, or one specific GPU for all of them."""
     if count < 1:
         raise ValueError(f"devices must be at least 1, got {count}")
     if count == 1 or kind.type == "cpu":
@@ -98,7 +98,7 @@ def make_fabric(
 
     if device.type == "cpu" and str(precision).startswith("16-"):
         # Fabric would silently use bfloat16 instead.
-        raise ValueError(f"precision {precision} needs a GPU; bf16-mixed runs on a CPU too")
+        raise ValueError(f"precision {precision} needs a GPU; bf16-mixed also works on a CPU")
     for name in ("lightning.fabric", "lightning.pytorch"):
         # Silences messages about the process group and advice to use TF32.
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -129,7 +129,7 @@ def ddp_options() -> dict[str, Any]:
     """Options of DDP for models with population statistics.
 
     By default DDP copies buffers before every step. Statistics grow with the longest sequence, so
-    their shapes may differ among processes, and the copy must be off.
+    their shapes may differ between processes, and the copy must be off.
     """
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

@@ -224,7 +224,7 @@ def test_the_embedded_task():
     "sizes", ["abc", tuple("abc"), [10, 10], [100, -5, 20], [9, 9, 2.5], 7, [True] * 3]
 )
 def test_bad_sizes(sizes):
-    with pytest.raises(ValueError, match="sizes must be three whole numbers of at least 0, got "):
+    with pytest.raises(ValueError, match="sizes must be three integers of at least 0, got "):
         cloze(sizes)
 
 

@@ -67,11 +67,11 @@ def test_a_file_without_entities_and_an_answer_that_is_not_in_the_document():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "it must have 5 parts separated by blank lines, it has 1"),
-        ("url\n\na b\n\n@placeholder", "it has 3"),
+        ("", "a question must have 5 parts separated by blank lines, got 1"),
+        ("url\n\na b\n\n@placeholder", "got 3"),
         ("url\n\n \n\n@placeholder x\n\n@entity1\n", "it has|empty|one @placeholder"),
-        ("url\n\na b\n\nno gap\n\n@entity1\n", "the question must have one @placeholder, it has 0"),
-        ("url\n\na\n\n@placeholder @placeholder\n\n@entity1\n", "it has 2"),
+        ("url\n\na b\n\nno gap\n\n@entity1\n", "the question must have one @placeholder, got 0"),
+        ("url\n\na\n\n@placeholder @placeholder\n\n@entity1\n", "got 2"),
         ("url\n\na\n\n@placeholder\n\nLondon\n", "the answer must be an @entity, got 'London'"),
         ("url\n\na\n\n@placeholder\n\n@entity07\n", "must be an @entity, got '@entity07'"),
         ("url\n\na\n\n@placeholder\n\n@entity٣\n", "must be an @entity, got '@entity٣'"),
@@ -91,7 +91,7 @@ def test_malformed(text, sentence, tmp_path):
 def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "bad.question"
     path.write_bytes(b"\xff\xfe\x00url")
-    with pytest.raises(MalformedQuestion, match=r"bad\.question: it is not UTF-8"):
+    with pytest.raises(MalformedQuestion, match=r"bad\.question: not UTF-8"):
         read(path)
 
 

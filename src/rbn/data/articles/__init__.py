@@ -1,4 +1,4 @@
-"""Questions made from news articles and their highlights, in the archive's format."""
+"""Builds questions from news articles and their highlights, in the archive's format."""
 
 from rbn.data.articles.run import Built, build
 

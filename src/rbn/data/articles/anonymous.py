@@ -1,4 +1,4 @@
-"""Anonymises one document and one question, like the questions of a set."""
+"""Anonymises one document and one question like those of a question set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rbn.data.articles.tokens import plain
 from rbn.data.cnn.question import PLACEHOLDER, MalformedQuestion
 from rbn.data.cnn.sentences import COMMON_WORDS
 
-_GAP = "placeholdergap"  # a word of small letters that no text has
+_GAP = "placeholdergap"  # a lower-case word that no text contains
 _WHOLE = re.compile(rf"(?<![\w@]){PLACEHOLDER}(?!\w)")  # not a part of another word
 _PIECE = re.compile(r"@\w+|'(?:s|ve|m|re|ll|d)\b|\w+|\.\.\.|--|[^\w\s]")
 
@@ -22,13 +22,13 @@ def anonymous(
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
     """Tokens of a document and a question, and the names of their entities.
 
-    Text that has ``@entity`` symbols already is taken as tokens separated by spaces, but what is
-    written close to the ``@placeholder``, such as a question mark, is split off.
+    Text that already has ``@entity`` symbols is split at spaces, except that characters attached to
+    the ``@placeholder``, such as a question mark, become tokens of their own.
 
     Args:
         document: running text.
-        question: the same, with one ``@placeholder``.
-        common: words that are no names though they may begin a sentence, besides the commonest.
+        question: running text with one ``@placeholder``.
+        common: words that are not names even if they begin a sentence, besides the most common.
 
     Raises:
         MalformedQuestion: the question has no ``@placeholder``, or several.
@@ -36,7 +36,7 @@ def anonymous(
     count, whole = question.count(PLACEHOLDER), len(_WHOLE.findall(question))
     if count != 1 or whole != 1:
         number = whole if count == 1 else count
-        raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {number}")
+        raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, got {number}")
     if "@entity" in document:
         return tuple(document.split()), question_tokens(question), {}
     usage = Usage(Counter(dict.fromkeys((*common, *COMMON_WORDS), 1)), Counter())
@@ -46,7 +46,7 @@ def anonymous(
 
 
 def question_tokens(question: str) -> tuple[str, ...]:
-    """The tokens of a question, separated by spaces; the ``@placeholder`` stands alone."""
+    """The tokens of a question, with the ``@placeholder`` separated from its neighbours."""
     tokens: list[str] = []
     for token in question.split():
         tokens += _PIECE.findall(plain(token)) if _WHOLE.search(token) else [token]

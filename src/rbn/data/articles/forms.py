@@ -16,9 +16,9 @@ class Mention:
 
     Attributes:
         surface: the form as first written.
-        first: its place among all mentions.
-        count: how often it is there.
-        place: whether it follows a word such as "in".
+        first: its index among all mentions.
+        count: how often it occurs.
+        place: whether it follows a preposition of place such as "in".
         capitals: whether it is written in capitals only.
     """
 
@@ -30,22 +30,21 @@ class Mention:
 
 
 def form(tokens: Iterable[str]) -> Form:
-    """Tokens of a name in the form in which names are compared: small, without full stops."""
+    """The tokens of a name as they are compared: lower case, without periods."""
     return tuple(token.lower().replace(".", "") for token in tokens)
 
 
 def is_place(before: str) -> bool:
-    """Whether the word before a name shows that it is a place."""
+    """Whether the word before a name indicates a place."""
     return before.lower() in _PLACE
 
 
 def merged(mentions: dict[Form, Mention]) -> dict[Form, Form]:
-    """The long form of each form; itself if there is none.
+    """Map each form to its long form, or to itself if it has none.
 
-    A form stands for a longer one where it is the end of it (a surname) or leaves out some of its
-    middle; where it is the first of two or three words (a first name) and nothing says that it is a
-    place; or where it has the initials of its words. Of several long forms it is the one that the
-    document mentions first.
+    A form is short for a longer one if it is the end of it (a surname) or skips words in its
+    middle; if it is the first of two or three words (a first name) and nothing indicates a place;
+    or if it consists of the initials. Of several long forms, the one mentioned first is used.
     """
     longest = sorted(mentions, key=lambda f: (-len(f), mentions[f].first))
     root: dict[Form, Form] = {}

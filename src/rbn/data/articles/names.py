@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rbn.data.articles.tokens import OPENING, Sentence
 
-# Capitalised in English, and no names of the kind that the published set asks for.
+# Capitalised in English, but not names of the kind that the published set asks for.
 _CAPITALISED = """
 i january february march april may june july august september october november december monday
 tuesday wednesday thursday friday saturday sunday mr mrs ms miss dr sir prof mr. mrs. ms. dr. prof.
@@ -24,18 +24,18 @@ _HEADLINE = 0.6  # share of capitalised words
 
 @dataclass(frozen=True)
 class Usage:
-    """How words are written where nothing but their being names makes them capitalised.
+    """How words are written where only names are capitalised.
 
     Attributes:
-        lower: how often each word is written small.
-        upper: how often capitalised inside a sentence.
+        lower: how often each word is written in lower case.
+        upper: how often it is capitalised inside a sentence.
     """
 
     lower: Counter[str]
     upper: Counter[str]
 
     def share(self, word: str) -> float | None:
-        """The part of its uses, from 0 to 1, in which a word is a name; None if it has none."""
+        """The share of a word's uses, from 0 to 1, in which it is a name; None without uses."""
         upper, lower = self.upper[word], self.lower[word]
         return upper / (upper + lower) if upper + lower else None
 
@@ -49,7 +49,7 @@ class Name:
 
 
 def count_usage(texts: Iterable[Sentence]) -> Usage:
-    """How each word is written, sentence beginnings and headlines left out."""
+    """How each word is written, except at the beginning of sentences and in headlines."""
     usage = Usage(Counter(), Counter())
     for sentence in texts:
         if _is_headline(sentence):
@@ -65,15 +65,15 @@ def count_usage(texts: Iterable[Sentence]) -> Usage:
 
 
 def find_names(sentence: Sentence, usage: Usage, known: frozenset[str] = frozenset()) -> list[Name]:
-    """The names of a sentence, from left to right.
+    """The names in a sentence, from left to right.
 
-    The first word of a sentence, and any word in a headline, is capitalised whatever it is; it
-    counts where it is usually a name, or where it alone or with the next is among the `known`.
+    The first word of a sentence, and any word of a headline, is always capitalised. It counts as a
+    name only if it usually is one, or if it is `known`, alone or with the next word.
 
     Args:
-        sentence: where to look.
+        sentence: the sentence to search.
         usage: how words are written elsewhere.
-        known: names of one word and the first two words of longer ones, in small letters.
+        known: names of one word, and the first two words of longer ones, in lower case.
     """
     tokens, size = sentence.tokens, len(sentence.tokens)
     headline = _is_title(sentence, usage)
@@ -98,7 +98,7 @@ def find_names(sentence: Sentence, usage: Usage, known: frozenset[str] = frozens
 def _may_name(
     token: str, following: str, forced: bool, usage: Usage, known: frozenset[str]
 ) -> bool:
-    """Whether a token can be part of a name; `forced` if it is capitalised in any case."""
+    """Whether a token can be part of a name. forced: its position is always capitalised."""
     if not token[0].isupper() or token.lower() in _NEVER:
         return False
     if not forced or token.lower() in known:
@@ -110,7 +110,7 @@ def _may_name(
 
 
 def _goes_on(sentence: Sentence, wanted: list[bool], end: int) -> int:
-    """How many more tokens belong to a name that stops before `end`."""
+    """How many more tokens belong to a name that so far ends before `end`."""
     tokens, glued = sentence.tokens, sentence.glued
     if end < len(tokens) and wanted[end] and not (glued[end] and tokens[end - 1] == "."):
         return 1
@@ -130,7 +130,7 @@ def _is_ordinary(tokens: tuple[str, ...], usage: Usage, known: frozenset[str]) -
 
 
 def _begins(sentence: Sentence, at: int) -> bool:
-    """Whether a token begins a sentence, or a quotation or clause inside of it."""
+    """Whether a token begins a sentence, or a quotation or clause inside it."""
     tokens = sentence.tokens
     if at == 0 or tokens[at - 1] in (":", ")") or all(t in OPENING for t in tokens[:at]):
         return True
@@ -138,7 +138,7 @@ def _begins(sentence: Sentence, at: int) -> bool:
 
 
 def _is_title(sentence: Sentence, usage: Usage) -> bool:
-    """Whether ordinary words are capitalised as well: in a title, or all in capitals."""
+    """Whether ordinary words are capitalised as well, as in titles or text in capitals."""
     words = [token for token in sentence.tokens if token[0].isalpha()]
     if len(words) >= 4 and all(word.isupper() for word in words):
         return True
@@ -149,7 +149,7 @@ def _is_title(sentence: Sentence, usage: Usage) -> bool:
 
 
 def _is_headline(sentence: Sentence) -> bool:
-    """The same where it is not known yet which words are ordinary: most are capitalised."""
+    """Like `_is_title` before ordinary words are known: whether most words are capitalised."""
     words = [token for token in sentence.tokens if token[0].isalpha()]
     raised = sum(token[0].isupper() for token in words)
     return len(words) >= 4 and raised / len(words) >= _HEADLINE

@@ -1,4 +1,4 @@
-"""The questions of one article."""
+"""Makes the questions of one article."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rbn.data.articles.names import Name, Usage
 from rbn.data.articles.tokens import Sentence, sentences
 from rbn.data.cnn.question import PLACEHOLDER, Question
 
-_LEAST, _MOST = 5, 60  # words of a question, the gap among them
+_LEAST, _MOST = 5, 60  # words of a question, including the gap
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Article:
     """A news article.
 
     Attributes:
-        url: where it is from, or any name for it.
+        url: its address, or any other name.
         part: ``training``, ``validation``, ``test`` or ``test-cnn``.
-        text: of the article.
-        highlights: the sentences that sum it up.
+        text: its text.
+        highlights: the sentences that summarise it.
     """
 
     url: str
@@ -41,10 +41,10 @@ class _Marked:
 
 
 def make(article: Article, usage: Usage, dropped: Counter[str]) -> list[Question]:
-    """One question for each highlight and each entity in it that the document has too.
+    """One question for each highlight and each of its entities that is also in the document.
 
     Args:
-        article: what to ask about.
+        article: the article to ask about.
         usage: how words are written in all articles.
         dropped: counts, by reason, of what does not become a question.
     """
@@ -70,16 +70,16 @@ def make(article: Article, usage: Usage, dropped: Counter[str]) -> list[Question
 def anonymised(
     text: str, others: Sequence[str], usage: Usage
 ) -> tuple[list[tuple[str, ...]], dict[str, str]]:
-    """A document, and other texts about the same, in tokens.
+    """Tokenise and anonymise a document, and other texts about it.
 
     Args:
-        text: of the document.
+        text: text of the document.
         others: sentences about it.
         usage: how words are written elsewhere.
 
     Returns:
-        The tokens of the document and then of each other text, names as ``@entityN`` in the order
-        in which they appear; and what each of these stands for.
+        The tokens of the document and then of each other text, with names as ``@entityN`` in order
+        of appearance; and the name behind each symbol.
     """
     body = _marked(sentences(text), usage)
     known = frozenset(
@@ -101,7 +101,7 @@ def anonymised(
 def _gaps(
     text: tuple[str, ...], inside: set[str], dropped: Counter[str]
 ) -> list[tuple[tuple[str, ...], str]]:
-    """A highlight with each of its entities left out in turn, and the entity."""
+    """A highlight with each of its entities left out in turn, and that entity."""
     if text and text[-1] == ".":
         text = text[:-1]
     words = sum(token[0].isalnum() or token[0] == "@" for token in text)
@@ -147,7 +147,7 @@ def _mentions(marked: Sequence[_Marked]) -> dict[Form, Mention]:
 
 
 def _anonymous(m: _Marked, root: dict[Form, Form], numbers: dict[Form, str]) -> list[str]:
-    """The tokens of a sentence in small letters, names as ``@entityN`` in order of appearance."""
+    """The tokens of a sentence in lower case, with names as ``@entityN`` in order of appearance."""
     tokens, at = [], 0
     for name in m.names:
         tokens += [token.lower() for token in m.sentence.tokens[at : name.begin]]

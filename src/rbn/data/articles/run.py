@@ -1,4 +1,4 @@
-"""Builds questions from all articles of a file, in two passes, with several processes."""
+"""Builds questions from all articles of a file, in two passes and several processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHUNK = 200  # articles
 _SAMPLE = 3  # questions shown of each source
 
 Progress = Callable[[str, int], None]
-"""Called with the current step and the articles done so far."""
+"""Called with the current step and the number of articles done."""
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Built:
     """The outcome of a build.
 
     Attributes:
-        articles: read, by part.
-        questions: written, by part.
-        dropped: what did not become a question, by reason.
-        sample: a few questions of each source.
+        articles: number of articles read, by part.
+        questions: number of questions written, by part.
+        dropped: number of dropped articles, highlights and entities, by reason.
+        sample: a few questions from each source.
     """
 
     articles: Counter[str] = field(default_factory=Counter)
@@ -64,20 +64,20 @@ def build(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> Built:
-    """Write ``.question`` files for all articles of a file of JSON lines.
+    """Write ``.question`` files for all articles of a JSON lines file.
 
-    The same file gives the same questions, whatever the number of processes.
+    The same file gives the same questions, for any number of processes.
 
     Args:
-        file: JSON lines, perhaps packed as .gz or .xz.
-        out: gets ``questions/training``, ``questions/validation`` and ``questions/test``, and
-            ``build.json`` with the counts when all is done. Must not have questions yet, but those
-            of a build of the same file that was stopped or killed: it goes on.
-        split: ``"source"`` trains on Daily Mail articles and takes the others by their part;
-            ``"held-out"`` takes validation and test from the Daily Mail too, and the other articles
-            as a second test set, ``questions/test-cnn``.
-        processes: at the same time; by default one for each processor.
-        progress: told of every few hundred articles.
+        file: JSON lines, plain or packed as .gz or .xz.
+        out: gets ``questions/training``, ``questions/validation`` and ``questions/test``, and at
+            the end ``build.json`` with the counts. Must not contain questions, unless they are from
+            a stopped or killed build of the same file, which is then resumed.
+        split: ``"source"`` trains on Daily Mail articles and assigns the others by their part;
+            ``"held-out"`` also takes validation and test from the Daily Mail, and uses the other
+            articles as a second test set, ``questions/test-cnn``.
+        processes: number of processes; by default one per processor.
+        progress: called every few hundred articles.
     """
     parts = source.SPLITS[checks.choice("split", split, tuple(source.SPLITS))]
     if not file.is_file():
@@ -90,7 +90,7 @@ def build(
     journal = _Journal(out / _JOURNAL, identity | {"split": split, "chunk": _CHUNK})
     if target.exists():
         if not journal.path.exists():
-            raise FileExistsError(f"{target} is there already: remove it, or name another folder")
+            raise FileExistsError(f"{target} already exists: remove it, or choose another folder")
         journal.resume()
     processes = processes or os.cpu_count() or 1
     usage, seen = Usage(Counter(), Counter()), 0
@@ -108,14 +108,14 @@ def build(
     for part in parts:
         (target / part).mkdir(parents=True, exist_ok=True)
     words = set(usage.lower) & set(usage.upper)
-    # Words that are always written one way need no counting.
+    # Words that are always written one way need no counts.
     lower = {w: n if w in words else 1 for w, n in usage.lower.items()}
     upper = {w: n if w in words else 1 for w, n in usage.upper.items()}
     made = journal.made
     done = sum(made.articles.values())
     with _pool(processes, lower, upper) as pool:
-        left = itertools.islice(_chunks(file), journal.chunks, None)
-        jobs = ((chunk, str(target), split) for chunk in left)
+        remaining = itertools.islice(_chunks(file), journal.chunks, None)
+        jobs = ((chunk, str(target), split) for chunk in remaining)
         for piece in _each(pool, _write, jobs):
             journal.enter(piece)
             made.sample = _few(made.sample)
@@ -128,7 +128,7 @@ def build(
         "articles": dict(made.articles),
         "questions": dict(made.questions),
         "dropped": dict(made.dropped),
-        # Equal questions are one file.
+        # Equal questions share a file.
         "files": {part: sum(1 for _ in os.scandir(target / part)) for part in parts},
     }
     summary["sha256"] = checksum(summary)
@@ -144,7 +144,7 @@ def _chunks(file: Path) -> Iterator[list[str]]:
 
 
 def _few(sample: Sequence[Question]) -> list[Question]:
-    """The first questions of each source, which their addresses begin with."""
+    """The first few questions of each source, which is the start of their address."""
     kept: Counter[str] = Counter()
     few = []
     for question in sample:
@@ -204,7 +204,7 @@ def _write(job: tuple[list[str], str, str]) -> Built:
 
 @contextmanager
 def _pool(processes: int, *shared: Any) -> Iterator[ProcessPool | None]:
-    """A pool of processes with the word counts; None if one process is enough."""
+    """A pool of processes that have the word counts; None if one process is enough."""
     if processes == 1:
         if shared:
             _start(*shared)
@@ -215,19 +215,19 @@ def _pool(processes: int, *shared: Any) -> Iterator[ProcessPool | None]:
 
 
 def _each(pool: ProcessPool | None, work: Callable[..., T], jobs: Iterable[object]) -> Iterator[T]:
-    """The results in the order of the jobs; only a few are in memory at a time."""
+    """The results in the order of the jobs, holding only a few in memory."""
     return map(work, jobs) if pool is None else pool.map(work, jobs)
 
 
-# A build that was stopped -------------------------------------------------------------------------
+# Resuming a build ---------------------------------------------------------------------------------
 
 
 class _Journal:
-    """What a build has written so far: a line for each chunk of articles, with a checksum.
+    """A log of what a build has written: one line with a checksum per chunk of articles.
 
     Args:
-        path: of the file.
-        identity: of the articles and how they are divided; another one cannot go on.
+        path: the journal's file.
+        identity: identifies the articles and their split; a build with another one cannot resume.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
@@ -242,13 +242,13 @@ class _Journal:
             return
         if _checked(lines[0]) != self._identity:
             raise FileExistsError(
-                f"{self.path.parent / 'questions'} is of a build from another file, of other "
-                "settings, or its journal is damaged: remove it, or name another folder"
+                f"{self.path.parent / 'questions'} is from a build of another file or with other "
+                "settings, or its journal is damaged: remove it, or choose another folder"
             )
         kept = [lines[0]]
         for line in lines[1:]:
             counts = _checked(line)
-            if counts is None:  # half written; all after it is done again
+            if counts is None:  # half written; this chunk and all after it are done again
                 break
             read, written, dropped = (Counter(counts[name]) for name in _COUNTS)
             self.made.add(Built(read, written, dropped))
@@ -277,7 +277,7 @@ def _with_sum(content: dict[str, Any]) -> bytes:
 
 
 def _checked(line: bytes) -> dict[str, Any] | None:
-    """The content of a line; None if its checksum is wrong."""
+    """The content of a line; None if its checksum does not match."""
     check, _, text = line.partition(b" ")
     if check != b"%08x" % zlib.crc32(text):
         return None

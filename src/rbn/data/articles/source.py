@@ -24,12 +24,12 @@ SPLITS = {
     "source": ("training", "validation", "test"),
     "held-out": ("training", "validation", "test", "test-cnn"),
 }
-"""The ways to divide articles, and the parts that each of them makes."""
+"""The ways to split articles, and the parts that each produces."""
 _HELD_OUT = 340  # of 10,000 Daily Mail articles, for validation and again for test
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file, which may be packed (.gz or .xz)."""
+    """The lines of a file, which may be packed as .gz or .xz."""
     try:
         with _opened(path) as file:
             yield from file
@@ -46,10 +46,10 @@ def _opened(path: Path) -> IO[str]:
 
 
 def article(line: str, split: str = "source") -> Article:
-    """The article of a line: fields ``article``, ``highlights``, ``id`` and perhaps more.
+    """Parse one line into an article, from the fields ``article``, ``highlights`` and ``id``.
 
-    ``highlights`` is a list, or one text with a highlight in each line. The ``part`` is train,
-    validation or test. A ``url`` that is missing or empty is made of source, part and id.
+    ``highlights`` is a list, or one text with a highlight per line. Optional fields: ``part`` is
+    train, validation or test; a missing or empty ``url`` is replaced by source, part and id.
 
     Args:
         line: a JSON object.
@@ -59,7 +59,7 @@ def article(line: str, split: str = "source") -> Article:
             become the second test set, ``test-cnn``.
 
     Raises:
-        ValueError: says what is wrong with the line.
+        ValueError: the line is not an article; says why.
     """
     try:
         record: dict[str, Any] = json.loads(line)
@@ -67,14 +67,14 @@ def article(line: str, split: str = "source") -> Article:
         source, number = str(record.get("source", "articles")), str(record["id"])
         part = str(record.get("part", "train"))
     except (KeyError, TypeError, ValueError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else "it is no JSON object"
-        raise ValueError(f"a line that is no article ({reason})") from error
+        reason = f"no {error}" if isinstance(error, KeyError) else "not a JSON object"
+        raise ValueError(f"line that is not an article ({reason})") from error
     highlights = given.splitlines() if isinstance(given, str) else given
     listed = isinstance(highlights, list) and all(isinstance(h, str) for h in highlights)
     if not isinstance(text, str) or not listed:
-        raise ValueError("a line that is no article (its text is no text)")
+        raise ValueError("line that is not an article (its text is not a string)")
     if source != "dailymail" and part not in _PARTS:
-        raise ValueError(f"a line that is no article (part {part!r})")
+        raise ValueError(f"line that is not an article (part {part!r})")
     return Article(
         url=_first_line(record.get("url")) or _first_line(f"{source}/{part}/{number}"),
         part=_part(source, part, text, split),
@@ -95,6 +95,6 @@ def _part(source: str, part: str, text: str, split: str) -> str:
 
 
 def _first_line(value: Any) -> str:
-    """A text up to its first line break, spaces around it left out; none where it is null."""
+    """The first line of a value's text, stripped; empty if the value is None."""
     lines = ("" if value is None else str(value)).strip().splitlines()
     return lines[0].strip() if lines else ""

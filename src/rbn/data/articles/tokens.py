@@ -1,4 +1,4 @@
-"""Running text as tokens and sentences."""
+"""Splits running text into tokens and sentences."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Sentence:
     """The tokens of a sentence.
 
     Attributes:
-        tokens: as they are written.
-        glued: whether each follows the one before without a space.
+        tokens: as written.
+        glued: whether each token follows the previous one without a space.
     """
 
     tokens: tuple[str, ...]
@@ -42,12 +42,12 @@ class Sentence:
 
 
 def plain(text: str) -> str:
-    """The text with typographic quotes, dashes and dots made plain."""
+    """Replace typographic quotes, dashes and ellipses by plain ones."""
     return text.translate(_PLAIN)
 
 
 def sentences(text: str) -> list[Sentence]:
-    """The sentences of a text, typographic quotes and dashes made plain."""
+    """The sentences of a text, with typographic quotes and dashes replaced by plain ones."""
     sentences: list[Sentence] = []
     tokens: list[str] = []
     glued: list[bool] = []
@@ -55,7 +55,7 @@ def sentences(text: str) -> list[Sentence]:
     ended = False
     for match in _TOKEN.finditer(plain(text)):
         token, close = match.group(), match.start() == end
-        # Quotes and brackets right after a full stop belong to the sentence that it ends.
+        # Quotes and brackets right after a full stop belong to the sentence it ends.
         if ended and not (close and token in ("'", '"', ")")):
             sentences.append(Sentence(tuple(tokens), tuple(glued)))
             tokens, glued = [], []

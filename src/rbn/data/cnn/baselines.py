@@ -1,4 +1,4 @@
-"""Baselines: answers by counting, without reading."""
+"""Baselines that answer by counting, without reading."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CHUNK = 256
 
 
 def baselines(passages: Passages, vocabulary: Vocabulary) -> dict[str, float]:
-    """Accuracies, from 0 to 1, of answers by counting; of equally frequent entities the first.
+    """Accuracies, from 0 to 1, of answers by counting. Ties go to the entity mentioned first.
 
     Returns:
-        ``frequent``: the entity that the document mentions most; ``frequent_unasked``: the same
-        among those that are not in the question; ``ceiling``: the part of the questions whose
+        ``frequent``: the entity that the document mentions most often; ``frequent_unasked``: the
+        same, among entities that are not in the question; ``ceiling``: the share of questions whose
         answer is in the document at all.
     """
     right = dict.fromkeys(("frequent", "frequent_unasked", "ceiling"), 0)
@@ -29,7 +29,7 @@ def baselines(passages: Passages, vocabulary: Vocabulary) -> dict[str, float]:
         answer = (answers - vocabulary.first_entity)[:, None]
         right["ceiling"] += int((counts.gather(1, answer) > 0).sum())
         for name, open_ in (("frequent", counts > 0), ("frequent_unasked", (counts > 0) & ~asked)):
-            # More mentions first, then the earlier; nothing where no entity is left.
+            # More mentions first, then the earlier mention; -1 if no entity is left.
             score = torch.where(open_, counts * (len(document) + 1) - first, -1)
             best, at = score.max(dim=1)
             right[name] += int(((at == answer[:, 0]) & (best >= 0)).sum())
@@ -50,7 +50,7 @@ def _chunks(passages: Passages) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _mentions(document: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """How often each entity is mentioned, and where first: int64 ``[B, E]`` each."""
+    """How often and where first each entity is mentioned: int64 ``[B, E]`` each."""
     count = vocabulary.entities
     number = document - vocabulary.first_entity
     number = torch.where((number >= 0) & (number < count), number, count).t()  # [B, T]

@@ -1,4 +1,4 @@
-"""Batches of questions with few different shapes, gathered on the device of the data."""
+"""Batches of questions in a few shapes, gathered on the device of the data."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Batch:
 
     @property
     def texts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The reader's inputs: all but the answers."""
+        """The reader's inputs: everything except the answers."""
         return self.document, self.question, self.document_lengths, self.question_lengths
 
 
 def check_options(
     *, rename: str | None = "text", padding: float = 0.12, longest: int | None = None
 ) -> None:
-    """Refuse options that `QuestionBatches` cannot have; they can be asked before data are there.
+    """Check options of `QuestionBatches`, before any data exist.
 
     Raises:
-        TypeError, ValueError: names the option.
+        TypeError, ValueError: names the invalid option.
     """
     if rename is not None and rename not in names.KINDS:
         raise ValueError(f"rename must be one of {', '.join(names.KINDS)}, got {rename!r}")
@@ -59,23 +59,23 @@ def check_options(
 
 
 class QuestionBatches:
-    """Random batches for training, and all questions in turn for evaluation.
+    """Random batches for training, and all questions in order for evaluation.
 
-    Documents and questions are padded to a few lengths, found from the data such that documents
-    have less padding than `padding`, and both together little more. Every batch of training is of
-    one bucket, that is, one pair of padded lengths; a bucket is drawn with the probability of its
-    examples, and its examples with replacement, so that every example is as likely as any other.
-    What batch number `step` is depends on the seed and the step alone.
+    Documents and questions are padded to a few lengths, chosen from the data such that documents
+    have less padding than `padding`, and both together little more. Each training batch is from one
+    bucket, i.e. one pair of padded lengths. A bucket is drawn with a probability proportional to
+    its number of examples, and the examples with replacement, so that all examples are equally
+    likely. A batch depends only on the seed and its number `step`.
 
     Args:
-        passages: the data; batches are gathered on their device.
-        vocabulary: says which symbols are entities.
-        batch_size: questions of a batch.
-        seed: of draws and of the entities' new names.
-        rename: entities get new names in every training example: ``"text"`` permutes those of the
-            text, as in the paper, ``"all"`` draws them from all, None leaves them.
+        passages: the data. Batches are on their device.
+        vocabulary: tells which symbols are entities.
+        batch_size: number of questions in a batch.
+        seed: random seed of draws and of the entities' new names.
+        rename: how to rename entities in every training example: ``"text"`` permutes the names in
+            the text, as in the paper, ``"all"`` draws from all names, None keeps them.
         padding: largest share of padding in documents, from 0 to 1.
-        longest: documents are cut after so many symbols; None takes them whole.
+        longest: truncate documents to this many symbols; None does not.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class QuestionBatches:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches with as many examples as the training set has."""
+        """Number of batches with as many examples as the training set."""
         return max(1, len(self.passages) // self.batch_size)
 
     @property
     def padding_share(self) -> float:
-        """The fraction of all positions that is padding in training, from 0 to 1."""
+        """The share of padding among all training positions, from 0 to 1."""
         padded = sum(
             len(rows) * sum(shape) for rows, shape in zip(self._buckets, self.shapes, strict=True)
         )
         return 1 - (int(self.documents.sum()) + int(self.questions.sum())) / padded
 
     def batch(self, step: int) -> Batch:
-        """Training batch number `step`, from 0, with the entities renamed."""
+        """Training batch number `step`, counted from 0, with renamed entities."""
         block, k = divmod(step, _BLOCK)
         if block != self._block:
             self._draw(block)
@@ -139,11 +139,10 @@ class QuestionBatches:
         return Batch(document, question, batch.document_lengths, batch.question_lengths, answers[0])
 
     def in_order(self, batch_size: int | None = None, mixed: bool = False) -> Iterator[Batch]:
-        """All questions once, in batches of similar length.
+        """Yield all questions once, in batches of similar length.
 
-        The batches come sorted by the length of their documents or, `mixed`, in one random order.
-        Batches are as equal in size as can be, none larger than `batch_size`, and padded to the
-        same few lengths.
+        Batches are sorted by document length or, with `mixed`, in one random order. Their sizes are
+        as equal as possible and at most `batch_size`. They are padded to the same few lengths.
         """
         order = self.documents.argsort(stable=True)
         parts = math.ceil(len(order) / (batch_size or self.batch_size))
@@ -160,7 +159,7 @@ class QuestionBatches:
             yield self.gather(rows.to(self.passages.answers.device), *shape)
 
     def gather(self, rows: Tensor, document_length: int, question_length: int) -> Batch:
-        """Some examples, padded to the given lengths, without renaming entities."""
+        """Examples `rows`, padded to the given lengths, without renaming entities."""
         data = self.passages
         document, document_lengths = gather(
             data.documents, data.document_offsets, rows, document_length
@@ -173,29 +172,29 @@ class QuestionBatches:
         )
 
     def _question_shapes(self, padding: float) -> tuple[int, ...]:
-        """As few padded lengths of questions as keep the padding of all positions low."""
+        """The fewest padded question lengths that keep the padding of all positions low."""
         documents = torch.tensor(self.document_shapes)
         padded = int(documents[torch.searchsorted(documents, self.documents)].sum())
         real = int(self.documents.sum()) + int(self.questions.sum())
         for limit in (0.3, 0.2, padding):
             shapes = padded_lengths(self.questions, limit)
             lengths = torch.tensor(shapes)
-            whole = padded + int(lengths[torch.searchsorted(lengths, self.questions)].sum())
-            if 1 - real / whole < padding + 0.01:
+            total = padded + int(lengths[torch.searchsorted(lengths, self.questions)].sum())
+            if 1 - real / total < padding + 0.01:
                 break
         return shapes
 
     def _make_buckets(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
         """The pairs of padded lengths, and the examples of each.
 
-        A pair with less than two batches of examples joins the next longer question length, and
-        after the longest the next longer document length: a batch drawn from few examples would
-        often hold the same ones.
+        A pair with fewer than two batches of examples joins the next longer question length, and
+        after the longest the next longer document length: batches drawn from few examples would
+        often repeat them.
         """
         document_bucket = torch.searchsorted(torch.tensor(self.document_shapes), self.documents)
         question_bucket = torch.searchsorted(torch.tensor(self.question_shapes), self.questions)
         shapes, buckets = [], []
-        longest = torch.empty(0, dtype=torch.int64)  # waits for the next document length
+        longest = torch.empty(0, dtype=torch.int64)  # moves on to the next document length
         for d, document_length in enumerate(self.document_shapes):
             waiting = torch.empty(0, dtype=torch.int64)
             for q, question_length in enumerate(self.question_shapes):
@@ -215,8 +214,8 @@ class QuestionBatches:
         return shapes, buckets
 
     def _draw(self, block: int) -> None:
-        """The buckets and examples of `_BLOCK` batches, moved to the device at once."""
-        generator = epoch_generator(self.seed, -1 - block)  # steps have the other numbers
+        """Draw buckets and examples of `_BLOCK` batches, and move them to the device together."""
+        generator = epoch_generator(self.seed, -1 - block)  # steps use the numbers from 0 on
         which = torch.multinomial(self._shares, _BLOCK, replacement=True, generator=generator)
         draws = torch.rand(_BLOCK, self.batch_size, generator=generator, dtype=torch.double)
         rows = torch.empty(_BLOCK, self.batch_size, dtype=torch.int64)
@@ -229,5 +228,5 @@ class QuestionBatches:
 
 
 def smallest(shapes: tuple[int, ...], length: int) -> int:
-    """The smallest of the padded lengths that holds a length; the length itself beyond them."""
+    """The smallest of the padded lengths that fits a length, or the length itself if none does."""
     return next((shape for shape in shapes if shape >= length), length)

@@ -32,7 +32,7 @@ class Passages:
 
     @classmethod
     def of(cls, examples: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> Passages:
-        """From (document, question, answer), all in numbers."""
+        """Build from (document, question, answer), all in numbers."""
         documents, questions, answers = array("i"), array("i"), array("i")
         document_offsets, question_offsets = array("q", [0]), array("q", [0])
         for document, question, answer in examples:
@@ -59,7 +59,7 @@ class Passages:
         return self.question_offsets.diff()
 
     def to(self, device: torch.device | str) -> Passages:
-        """The same on another device."""
+        """Copy to another device."""
         return Passages(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def example(self, k: int) -> tuple[list[int], list[int], int]:
@@ -72,7 +72,7 @@ class Passages:
         )
 
     def first(self, count: int) -> Passages:
-        """The first `count` examples, or all where there are fewer."""
+        """The first `count` examples, or all if there are fewer."""
         count = min(count, len(self))
         return Passages(
             self.documents[: int(self.document_offsets[count])],
@@ -85,15 +85,15 @@ class Passages:
 
 @dataclass(frozen=True)
 class Reading:
-    """Questions to fit, to choose a model by and to report on, and their vocabulary.
+    """The three parts of a question set, and their vocabulary.
 
     Attributes:
-        train: what a model is fitted to.
-        valid: what the best model is chosen by.
-        test: what is reported.
+        train: questions to train on.
+        valid: questions to select the best model.
+        test: questions to report.
         vocabulary: of all parts.
-        test_cnn: a second test set, of another newspaper than the other parts; None where a set of
-            questions has none.
+        test_cnn: a second test set, from another newspaper than the other parts; None if the set
+            has none.
     """
 
     train: Passages
@@ -104,18 +104,18 @@ class Reading:
 
     @property
     def parts(self) -> dict[str, Passages]:
-        """The parts by the names that ``rbn evaluate --split`` has for them."""
+        """The parts by their names in ``rbn evaluate --split``."""
         parts = {"train": self.train, "valid": self.valid, "test": self.test}
         return parts if self.test_cnn is None else {**parts, "test-cnn": self.test_cnn}
 
     def to(self, device: torch.device | str) -> Reading:
-        """The same with all parts on another device."""
+        """Copy all parts to another device."""
         train, valid, test, *second = (part.to(device) for part in self.parts.values())
         return Reading(train, valid, test, self.vocabulary, *second)
 
 
 def tensor(values: array[int]) -> Tensor:
-    """The numbers of an array, int32 or int64 as they are there."""
+    """An array as a tensor, int32 or int64 like the array."""
     dtype = torch.int32 if values.itemsize == 4 else torch.int64
     return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
 
@@ -123,7 +123,7 @@ def tensor(values: array[int]) -> Tensor:
 def gather(flat: Tensor, offsets: Tensor, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Some of the sequences, padded with zeros: int64 ``[length, B]``, and their lengths ``[B]``.
 
-    No value travels to the host. A sequence that is longer than `length` is cut.
+    Truncates sequences longer than `length`. Copies no value to the host.
     """
     begin = offsets[rows]
     lengths = (offsets[rows + 1] - begin).clamp(max=length)

@@ -28,22 +28,22 @@ from rbn.nn import checks
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
 _FOLDERS = {folder: part for part, folder in PARTS.items()}
-SECOND_TEST = "test-cnn"  # the part and its folder, which most sets of questions do not have
+SECOND_TEST = "test-cnn"  # name of a part and its folder, which most question sets do not have
 SHARD = 500  # files
-FORMAT = 2  # of the cache; a change makes it anew
+FORMAT = 2  # version of the cache's format; increase it to rebuild all caches
 
 Progress = Callable[[int, int], None]
-"""Called with the number of files read so far and of all files."""
+"""Called with the number of files read and the total number of files."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the files are converted.
+    """How to convert the files.
 
     Attributes:
-        reduction: what of the documents is kept.
+        reduction: what to keep of the documents.
         min_count: words that are rarer in the training set become ``@unknown``.
-        words: keep at most so many words, the most frequent; None for all.
+        words: keep only this many words, the most frequent; None keeps all.
     """
 
     reduction: Reduction = field(default_factory=Reduction)
@@ -57,7 +57,7 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """A name for the cache of this choice."""
+        """A name for the cache of this choice of options."""
         text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
         sentences = self.reduction.sentences
         kind = "full" if sentences is None else f"{sentences}-sentences"
@@ -65,7 +65,7 @@ class Choice:
 
 
 class QuestionFile(NamedTuple):
-    """A file's name, size and time, which show whether it has changed."""
+    """A file's name, size and modification time, which show whether it has changed."""
 
     name: str
     size: int
@@ -75,10 +75,10 @@ class QuestionFile(NamedTuple):
 def question_files(folder: Path) -> dict[str, list[QuestionFile]]:
     """The question files of each part, sorted by name.
 
-    A folder ``test-cnn`` is a part too, if there is one.
+    A folder ``test-cnn`` is optional.
 
     Raises:
-        DataNotFound: a part has none; names the folder.
+        DataNotFound: a part has no files; names its folder.
     """
     files = {}
     for name, part in (PARTS | _second_test(folder)).items():
@@ -86,7 +86,7 @@ def question_files(folder: Path) -> dict[str, list[QuestionFile]]:
         entries = os.scandir(place) if place.is_dir() else ()
         files[name] = sorted(_listed(e) for e in entries if e.name.endswith(".question"))
         if not files[name]:
-            raise DataNotFound(f"there are no .question files in {place}")
+            raise DataNotFound(f"no .question files in {place}")
     return files
 
 
@@ -97,7 +97,7 @@ def _second_test(folder: Path) -> dict[str, str]:
 def _listed(entry: os.DirEntry[str]) -> QuestionFile:
     try:
         about = entry.stat()
-    except OSError:  # a link to nowhere; who reads it says so
+    except OSError:  # a broken link; reading the file reports it
         return QuestionFile(entry.name, -1, -1)
     return QuestionFile(entry.name, about.st_size, about.st_mtime_ns)
 
@@ -113,34 +113,34 @@ def prepared(
 ) -> tuple[Reading, dict[str, Any]]:
     """The questions of a folder as arrays, and a summary.
 
-    The first time the files are read, by several processes; later the arrays in the cache are
-    mapped, after a check of their SHA-256. Files that are added, removed or changed, by their size
-    or time, make the cache anew. If the work is killed, the next call goes on with the files that
-    are left. Of several processes one does the work while the others wait (see `file_lock`).
+    The first call reads the files, in several processes. Later calls map the cached arrays into
+    memory, after a check of their SHA-256. Files that were added, removed or changed (in size or
+    time) rebuild the cache. If the work is killed, the next call continues with the remaining
+    files. Of several processes, one does the work while the others wait (see `file_lock`).
 
     Args:
-        folder: has ``training``, ``validation`` and ``test``, and perhaps ``test-cnn``, with
+        folder: has ``training``, ``validation``, ``test`` and optionally ``test-cnn``, with
             ``.question`` files in each.
-        cache: folder for the arrays of all choices.
-        choice: what is made of the files.
-        built: of a set that ``rbn data build-cloze`` made, the number of files in each folder. The
-            numbers are checked, and the content of every file against its name; none if empty.
-        processes: at the same time; by default one for each processor.
-        progress: told of every few hundred files.
+        cache: folder for the arrays, for any `choice`.
+        choice: how to convert the files.
+        built: the number of files in each folder, for a set made by ``rbn data build-cloze``. These
+            numbers are checked, and every file's content against its name. No check if empty.
+        processes: number of processes; by default one per processor.
+        progress: called every few hundred files.
 
     Returns:
         The reading, and for each part in ``summary["parts"]``: ``questions``; ``answerable``, those
-        with the answer in the whole document; ``kept``, those with the answer in what is kept of
-        it; and ``malformed``, a sentence for each file that was skipped.
+        with the answer in the document; ``kept``, those with the answer in what is kept of it; and
+        ``malformed``, an error message for each file that was skipped.
     """
     place = cache / choice.key
     if folder.is_dir():
         files = question_files(folder)
         for part, expected in (built or {}).items():
-            found = len(files.get(_FOLDERS.get(part, part), ()))
-            if found != expected:
+            actual = len(files.get(_FOLDERS.get(part, part), ()))
+            if actual != expected:
                 raise DataAltered(
-                    f"{folder / part} has {found:,} question files, but {expected:,} were built: "
+                    f"{folder / part} has {actual:,} question files, but {expected:,} were built: "
                     "remove the folder of this set and build it again"
                 )
         fingerprint = {part: [len(each), _sum(each)] for part, each in files.items()}
@@ -149,11 +149,11 @@ def prepared(
 
             def log_wait() -> None:
                 logging.getLogger(__name__).warning(
-                    "another process is reading %s: waiting for it", folder
+                    "waiting for another process that is reading %s", folder
                 )
 
             with file_lock(cache / f"{choice.key}.lock", log_wait):
-                if not _is_of(place, fingerprint):  # nobody made it meanwhile
+                if not _is_of(place, fingerprint):  # no other process made it meanwhile
                     jobs = _jobs(folder, files, place, choice, bool(built))
                     _prepare(jobs, place, choice, fingerprint, processes, progress)
     elif store.read_metadata(place) is None:
@@ -168,7 +168,7 @@ def _sum(files: Sequence[QuestionFile]) -> str:
 
 
 def _is_of(place: Path, fingerprint: dict[str, list[Any]]) -> bool:
-    """Whether there is a cache of exactly these files."""
+    """Whether the cache at `place` was made from exactly these files."""
     known = store.read_metadata(place)
     return known is not None and known["files"] == fingerprint
 
@@ -178,8 +178,8 @@ def _check_writable(cache: Path, folder: Path) -> None:
         cache.mkdir(parents=True, exist_ok=True)
     if not os.access(cache, os.W_OK):
         raise PermissionError(
-            f"{cache} has no cache of the files in {folder} as they are now, and cannot be written:"
-            " set cache to another folder"
+            f"{cache} has no up-to-date cache of the files in {folder}, and is not writable: set "
+            "cache to another folder"
         )
 
 
@@ -239,7 +239,7 @@ def _run(jobs: Sequence[Job], processes: int, progress: Progress | None) -> None
 
 
 def _finished(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
-    """Each job, when it is done."""
+    """Yield each job when it is done."""
     if processes == 1 or len(jobs) <= 1:
         for job in jobs:
             shards.make(job)
@@ -266,7 +266,7 @@ def _is_made(job: Job) -> bool:
 def _merge(
     jobs: dict[str, list[Job]], place: Path, choice: Choice, fingerprint: dict[str, list[Any]]
 ) -> None:
-    """One vocabulary for all shards, and their arrays one after another."""
+    """Make one vocabulary from all shards, and concatenate their arrays."""
     counts: Counter[str] = Counter()
     entities = 0
     parts: dict[str, dict[str, Any]] = {}
@@ -283,7 +283,7 @@ def _merge(
         if parts[part]["questions"] == 0:
             reason = parts[part]["malformed"][0]
             name = PARTS.get(part, part)
-            raise ValueError(f"no file of {name} is a question; the first is not: {reason}")
+            raise ValueError(f"no file of {name} is a valid question; the first error: {reason}")
     vocabulary = Vocabulary.of(counts, entities, min_count=choice.min_count, most=choice.words)
     unknown = vocabulary.numbers[UNKNOWN]
     with store.Writer(place) as writer:

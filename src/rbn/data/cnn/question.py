@@ -1,6 +1,6 @@
 """The file format of the public question archives: one question about one document.
 
-Five parts, each separated from the next by one blank line::
+Five parts, separated by single blank lines::
 
     http://web.archive.org/web/...       the address of the article
 
@@ -21,24 +21,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PLACEHOLDER = "@placeholder"
-ENTITY = re.compile(r"@entity(0|[1-9][0-9]{0,4})")  # as they are written; larger is a mistake
+ENTITY = re.compile(r"@entity(0|[1-9][0-9]{0,4})")  # larger numbers are mistakes
 _PARTS = ("address", "document", "question", "answer", "entities")
 
 
 class MalformedQuestion(ValueError):
-    """A file is not a valid question; says why."""
+    """A file is not a valid question. Says why."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a gap, and the document that fills it.
+    """A question with a gap, and a document.
 
     Attributes:
-        url: where the article is from.
+        url: address of the article.
         document: tokens, entities as ``@entityN``.
         question: tokens, one of them ``@placeholder``.
         answer: ``@entityN``.
-        entities: what each ``@entityN`` stands for.
+        entities: the name behind each ``@entityN``.
     """
 
     url: str
@@ -52,7 +52,7 @@ class Question:
             raise MalformedQuestion("the document is empty")
         if self.question.count(PLACEHOLDER) != 1:
             count = self.question.count(PLACEHOLDER)
-            raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {count}")
+            raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, got {count}")
         if not ENTITY.fullmatch(self.answer):
             raise MalformedQuestion(f"the answer must be an @entity, got {self.answer[:40]!r}")
 
@@ -63,15 +63,15 @@ class Question:
 
 
 def parse(text: str) -> Question:
-    """A question from the content of its file.
+    """Parse the content of a question file.
 
     Raises:
-        MalformedQuestion: says what is wrong.
+        MalformedQuestion: the content is invalid; says why.
     """
     parts = re.split(r"\n[ \t]*\n", text.replace("\r\n", "\n").strip("\n") + "\n", maxsplit=4)
     if len(parts) < len(_PARTS) - 1:
         raise MalformedQuestion(
-            f"it must have {len(_PARTS)} parts separated by blank lines, it has {len(parts)}"
+            f"a question must have {len(_PARTS)} parts separated by blank lines, got {len(parts)}"
         )
     url, document, question, answer = (part.strip() for part in parts[:4])
     entities = {}
@@ -86,9 +86,9 @@ def parse(text: str) -> Question:
 
 
 def render(question: Question) -> str:
-    """The content of a question's file; `parse` gives the question back.
+    """The content of a question file; the inverse of `parse`.
 
-    An address that is missing is a space, since a file may not begin with an empty line.
+    A missing address is written as a space, since a file must not begin with an empty line.
     """
     entities = "\n".join(f"{name}:{surface}" for name, surface in question.entities.items())
     parts = (
@@ -102,10 +102,10 @@ def render(question: Question) -> str:
 
 
 def read(path: Path) -> Question:
-    """A question from its file; the error names the file."""
+    """Read a question file. Errors name the file."""
     try:
         return parse(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise MalformedQuestion(f"{path.name}: it is not UTF-8 ({error.reason})") from error
+        raise MalformedQuestion(f"{path.name}: not UTF-8 ({error.reason})") from error
     except MalformedQuestion as error:
         raise MalformedQuestion(f"{path.name}: {error}") from error

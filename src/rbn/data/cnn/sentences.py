@@ -8,7 +8,7 @@ from rbn.data.cnn.question import PLACEHOLDER
 
 _ENDS = frozenset(".?!")
 _CLOSING = frozenset(["'", '"', "''", "”", "’", ")"])
-# Words that say nothing about what a sentence is about.
+# Words that do not show what a sentence is about.
 _COMMON = """
 a about after again all also an and any are as at be because been before being but by can could did
 do does for from had has have he her here him his how i if in into is it its just may me more most
@@ -20,7 +20,7 @@ COMMON_WORDS = frozenset(_COMMON.split())
 
 
 def split(document: Sequence[str]) -> list[tuple[str, ...]]:
-    """The sentences of a tokenised document, in order; together they are the document."""
+    """Split a tokenised document into its sentences, without dropping a token."""
     sentences: list[tuple[str, ...]] = []
     begin, end = 0, 0
     while end < len(document):
@@ -36,9 +36,9 @@ def split(document: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _closes(document: Sequence[str], at: int) -> bool:
-    """Whether a quotation mark after a full stop ends the sentence rather than begins the next.
+    """Whether a quotation mark after a full stop ends the sentence rather than begins the next one.
 
-    The marks at both ends are identical; the one before a sentence follows an even number of them.
+    Opening and closing marks look the same; an opening mark follows an even number of marks.
     """
     mark = document[at]
     if mark in (")", "”", "’"):
@@ -49,15 +49,15 @@ def _closes(document: Sequence[str], at: int) -> bool:
 def relevant(
     document: Sequence[str], question: Sequence[str], count: int = 4
 ) -> tuple[tuple[str, ...], ...]:
-    """The sentences that share most words with the question, in the document's order.
+    """The sentences that share the most words with the question, in the document's order.
 
-    A sentence scores one for each different word of the question that it has, two for an entity;
-    common words and punctuation count nothing. Of equal sentences the earlier one is taken.
+    A sentence scores one for each distinct word of the question in it, two for an entity. Common
+    words and punctuation do not count. Ties go to the earlier sentence.
 
     Args:
         document: its tokens.
         question: its tokens.
-        count: sentences to take; all where there are no more.
+        count: number of sentences to select; all if there are no more.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
@@ -74,7 +74,7 @@ def relevant(
 
 
 def select(document: Sequence[str], question: Sequence[str], count: int = 4) -> tuple[str, ...]:
-    """The tokens of the relevant sentences, one after another."""
+    """The tokens of the relevant sentences, concatenated."""
     return tuple(token for sentence in relevant(document, question, count) for token in sentence)
 
 

@@ -1,4 +1,4 @@
-"""The sets of questions by name: their files, and how to load them."""
+"""The question sets by name: their files, and how to load them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class QuestionSet:
     """A set of question files.
 
     Attributes:
-        name: of the set, and of its folder inside the data folder.
-        about: what it is, in a few words.
-        how: a sentence on how to get it.
-        built: whether it comes from `rbn data build-cloze`.
+        name: name of the set, and of its folder in the data folder.
+        about: a short description.
+        how: how to get it, in a sentence.
+        built: whether `rbn data build-cloze` makes it.
     """
 
     name: str
@@ -37,8 +37,7 @@ class QuestionSet:
 
 _ARCHIVE = (
     "download the questions ({name}.tgz) by hand from https://cs.nyu.edu/~kcho/DMQA/ and unpack "
-    "them with tar xzf {name}.tgz -C {{folder.parent}}; no checksum of the archive is known to "
-    "this program"
+    "them with tar xzf {name}.tgz -C {{folder.parent}}; rbn knows no checksum to verify the archive"
 )
 
 SETS = {
@@ -65,7 +64,7 @@ SETS = {
 
 
 def question_set(name: str) -> QuestionSet:
-    """The set of that name; a ValueError lists the names where there is none."""
+    """Look up a question set by name. The `ValueError` for an unknown name lists all names."""
     if name not in SETS:
         raise ValueError(f"unknown question set {name!r}: choose from {', '.join(SETS)}")
     return SETS[name]
@@ -83,24 +82,24 @@ def load_questions(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reading, dict[str, Any]]:
-    """A set of questions as arrays, and a summary (see `prepared`).
+    """A question set as arrays, and a summary (see `prepared`).
 
-    The preprocessed arrays alone will do: a machine that only trains needs no question files.
+    The preprocessed arrays suffice: a machine that only trains needs no question files.
 
     Args:
         name: ``cnn``, ``dailymail``, ``cnn-built`` or ``dailymail-built``.
-        sentences: keep so many sentences of each document, those most relevant to the question;
-            None keeps the whole document.
-        renumber: entities of each text get numbers from 0 on; otherwise those of the file.
+        sentences: keep this many sentences of each document, those most relevant to the question;
+            None keeps the entire document.
+        renumber: number the entities of each text from 0 on; otherwise keep the file's numbers.
         min_count: rarer words become ``@unknown``.
-        words: keep at most so many.
-        root: the data folder; by default RBN_DATA, or else ``~/.cache/rbn/data``.
+        words: keep at most this many words.
+        root: the data folder; by default RBN_DATA, else ``~/.cache/rbn/data``.
         cache: folder for the preprocessed arrays; by default ``cache`` in the set's folder.
-        processes: for preprocessing; by default one for each processor.
-        progress: told of every few hundred files while preprocessing.
+        processes: number of processes for preprocessing; by default one per processor.
+        progress: called every few hundred files while preprocessing.
 
     Raises:
-        DataNotFound: says how to get the set.
+        DataNotFound: the set is missing; says how to get it.
     """
     chosen = question_set(name)
     folder = data_folder(root) / name
@@ -114,21 +113,21 @@ def load_questions(
         raise DataNotFound(f"{name} is not in {folder}: {how}")
     if files.is_dir() and chosen.built and not (folder / DONE).is_file():
         raise DataNotFound(
-            f"{files} was not built to its end: {chosen.how.format(folder=folder)}, which resumes "
-            "the build"
+            f"the build of {files} did not finish: {chosen.how.format(folder=folder)}, which "
+            "resumes it"
         )
     built = _built(folder / DONE) if files.is_dir() and chosen.built else None
     return prepared(files, place, choice, built=built, processes=processes, progress=progress)
 
 
 def _built(path: Path) -> dict[str, int]:
-    """The number of files in each folder of a built set; none if an older version built it."""
+    """The number of files in each folder of a built set; empty if an older version built it."""
     try:
         summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        right = summary.pop("sha256", None) in (None, store.checksum(summary))
+        intact = summary.pop("sha256", None) in (None, store.checksum(summary))
         files: dict[str, int] = summary.get("files", {})
     except (AttributeError, ValueError, RecursionError) as error:
         raise DataAltered(f"{path} is damaged: {error}") from error
-    if not right:
+    if not intact:
         raise DataAltered(f"{path} is damaged or was edited: its checksum does not match")
     return files

@@ -23,9 +23,9 @@ class Reduction:
     """Which part of a document is kept.
 
     Attributes:
-        sentences: the so many most relevant sentences; None for all.
-        renumber: give the entities of each text numbers from 0 on, in the order they appear;
-            otherwise they keep those of the file.
+        sentences: number of sentences, the most relevant ones; None keeps all.
+        renumber: number the entities of each text from 0 on, in order of appearance; otherwise
+            they keep the file's numbers.
     """
 
     sentences: int | None = 4
@@ -34,7 +34,7 @@ class Reduction:
     def __post_init__(self) -> None:
         checks.boolean("renumber", self.renumber)
         if self.sentences == 0:
-            raise ValueError("sentences must be at least 1, or None for whole documents, got 0")
+            raise ValueError("sentences must be at least 1, or None for entire documents, got 0")
         if self.sentences is not None:
             checks.positive_integer("sentences", self.sentences)
 
@@ -54,10 +54,10 @@ class Job:
 
 
 def make(job: Job) -> int:
-    """Read the files of a job and write a shard; the number of questions in it.
+    """Read the files of a job and write a shard. Returns the number of questions in it.
 
-    A shard has numbers of its own, with the list of what they stand for, since the vocabulary is
-    not known before all files are read. Words are counted in the whole documents.
+    A shard has its own numbering, with a list of its symbols, because the vocabulary is not known
+    before all files are read. Words are counted in the entire documents.
     """
     numbers: dict[str, int] = {}
     counts: Counter[str] = Counter()
@@ -118,7 +118,7 @@ def make(job: Job) -> int:
 
 
 def content_name(content: bytes) -> str:
-    """The name of a question file that `rbn data build-cloze` writes."""
+    """The file name that `rbn data build-cloze` gives a question file."""
     return f"{hashlib.sha1(content).hexdigest()}.question"
 
 
@@ -131,7 +131,7 @@ def _check_name(path: Path) -> None:
 
 
 def renumbering(tokens: Iterable[str]) -> dict[str, str]:
-    """New names for the entities of a text: ``@entity0``, ``@entity1``, as they appear."""
+    """New names for the entities of a text: ``@entity0``, ``@entity1``, in order of appearance."""
     new: dict[str, str] = {}
     for token in tokens:
         if ENTITY.fullmatch(token):

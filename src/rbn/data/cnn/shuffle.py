@@ -25,8 +25,8 @@ def entity_table(
     keys = torch.rand(present.shape, device=present.device, generator=generator)
     if kind == "all":
         return keys.argsort(dim=1)
-    # Those that occur come first: once in their order, once in a random one. The others follow,
-    # in the same order both times, and so keep their names.
+    # Those that occur come first: in their order, and in a random order. The others follow in the
+    # same order both times, and so keep their names.
     ordered = torch.where(present, 0.0, 2.0).argsort(dim=1, stable=True)
     drawn = torch.where(present, keys, 2.0).argsort(dim=1, stable=True)
     return torch.empty_like(ordered).scatter_(1, ordered, drawn)
@@ -45,7 +45,7 @@ def occurring(texts: tuple[Tensor, ...], first: int, count: int) -> Tensor:
     """
     present = torch.zeros(
         texts[0].shape[1], count + 1, dtype=torch.bool, device=texts[0].device
-    )  # the last column gathers all that is no entity
+    )  # the last column collects everything that is not an entity
     for text in texts:
         number = text - first
         number = torch.where((number >= 0) & (number < count), number, count)
@@ -54,11 +54,11 @@ def occurring(texts: tuple[Tensor, ...], first: int, count: int) -> Tensor:
 
 
 def renamed(text: Tensor, table: Tensor, first: int) -> Tensor:
-    """A text with its entities under their new names.
+    """Rename the entities of a text.
 
     Args:
         text: symbols, int64 ``[T, B]``.
-        table: of `entity_table`, int64 ``[B, E]``.
+        table: result of `entity_table`, int64 ``[B, E]``.
         first: symbol of the first entity.
     """
     number = text - first

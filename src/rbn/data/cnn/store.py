@@ -1,4 +1,4 @@
-"""Folders of integer arrays, with checksums; reading maps them into memory."""
+"""Folders of integer arrays with checksums, which are memory-mapped when read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from rbn.data.errors import DataAltered
 
 MANIFEST = "manifest.json"
 _SUM = "sha256"
-_METADATA = "facts"  # its name in the files of all versions
+_METADATA = "facts"  # the key in the files of all versions
 _TYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
 class Writer:
-    """Writes arrays piece by piece; the folder gets its final name when it is complete.
+    """Writes arrays piece by piece. The folder gets its final name when it is complete.
 
     A context manager, which closes the files.
 
     Args:
-        folder: to write; an existing one is replaced.
+        folder: the folder to write; replaces an existing one.
     """
 
     def __init__(self, folder: Path) -> None:
         if sys.byteorder != "little":
-            raise RuntimeError("arrays are stored little-endian, and this machine is not")
+            raise RuntimeError("arrays are stored little-endian, but this machine is big-endian")
         self.folder = folder
         self.part = folder.with_name(folder.name + ".part")
         shutil.rmtree(self.part, ignore_errors=True)
@@ -49,7 +49,7 @@ class Writer:
             file.close()
 
     def append(self, name: str, values: Tensor) -> None:
-        """Add to the end of an array, int32 or int64 ``[n]``."""
+        """Append to an array, int32 or int64 ``[n]``."""
         kind = str(values.dtype).removeprefix("torch.")
         if kind not in _TYPES:
             raise TypeError(f"values must be int32 or int64, got {values.dtype}")
@@ -63,7 +63,7 @@ class Writer:
         self._arrays[name]["length"] += len(values)
 
     def finish(self, metadata: dict[str, Any]) -> None:
-        """Write the metadata, anything JSON can hold, and give the folder its final name."""
+        """Write the metadata, any JSON value, and give the folder its final name."""
         for name, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
@@ -86,34 +86,34 @@ def read_metadata(folder: Path) -> dict[str, Any] | None:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder, checked."""
+    """The manifest of a folder, after checking it."""
     path = folder / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        right = manifest.pop(_SUM) == checksum(manifest)
+        intact = manifest.pop(_SUM) == checksum(manifest)
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataAltered(f"{path} is damaged: remove {folder}") from error
-    if not right:
-        raise DataAltered(f"{path} is damaged, its checksum does not match: remove {folder}")
+    if not intact:
+        raise DataAltered(f"{path} is damaged (its checksum does not match): remove {folder}")
     return manifest
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """The SHA-256 of what JSON can hold, whatever the order of its keys."""
+    """The SHA-256 of a JSON value, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The arrays, memory-mapped, and the metadata.
+    """Read the arrays, memory-mapped, and the metadata.
 
     Raises:
-        DataAltered: a file is missing, or its size or SHA-256 is not what was written; names it.
+        DataAltered: a file is missing, or its size or SHA-256 does not match; names it.
     """
     manifest = _manifest(folder)
     if manifest is None:
-        raise DataAltered(f"there is no {MANIFEST} in {folder}")
+        raise DataAltered(f"no {MANIFEST} in {folder}")
     arrays = {}
     for name, about in manifest["arrays"].items():
         dtype = _TYPES[about["type"]]
@@ -122,7 +122,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if not path.is_file() or path.stat().st_size != size:
             raise DataAltered(f"{path} is missing or truncated: remove {folder}")
         if _sha256(path) != about["sha256"]:
-            raise DataAltered(f"{path} is altered: remove {folder}")
+            raise DataAltered(f"{path} is damaged: remove {folder}")
         arrays[name] = (
             torch.from_file(str(path), shared=False, size=about["length"], dtype=dtype)
             if size

@@ -1,4 +1,4 @@
-"""The vocabulary: words as numbers."""
+"""The vocabulary: numbers for words."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NUMBER = re.compile(r"[+-]?[$£€]?\d[\d,.:/-]*(st|nd|rd|th|s|m|bn|k|am|pm|%)?
 
 
 def normal(token: str) -> str:
-    """The token as the vocabulary has it: a number becomes ``@number``."""
+    """The token as it is in the vocabulary: numbers become ``@number``."""
     return NUMBER if _NUMBER.fullmatch(token) else token
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Four special symbols, then the entities, then words by falling frequency.
+    """Four special symbols, then the entities, then words in order of falling frequency.
 
     Attributes:
-        entities: how many; ``@entity0`` is number `first_entity`.
-        words: each once.
+        entities: number of entities; ``@entity0`` is number `first_entity`.
+        words: distinct words.
     """
 
     entities: int
@@ -42,14 +42,13 @@ class Vocabulary:
         min_count: int = 1,
         most: int | None = None,
     ) -> Vocabulary:
-        """The words that occur often enough.
+        """Choose the words that occur often enough.
 
         Args:
-            counts: of the training set's tokens; special symbols and entities are passed over.
+            counts: counts of the training set's tokens; ignores special symbols and entities.
             entities: number of entity symbols.
-            min_count: leave out rarer words.
-            most: keep at most so many, the most frequent; of equally frequent ones those that come
-                first in the alphabet.
+            min_count: drop rarer words.
+            most: keep at most this many, the most frequent; ties are broken alphabetically.
         """
         kept = (w for w, n in counts.items() if n >= min_count and not w.startswith("@"))
         words = sorted(kept, key=lambda word: (-counts[word], word))
@@ -65,12 +64,12 @@ class Vocabulary:
 
     @cached_property
     def symbols(self) -> tuple[str, ...]:
-        """Every symbol in the order of the numbers."""
+        """Every symbol, in the order of the numbers."""
         entities = (f"@entity{k}" for k in range(self.entities))
         return (*SPECIAL, *entities, *self.words)
 
     def encode(self, tokens: Iterable[str]) -> list[int]:
-        """The number of each token, that of ``@unknown`` for a word that is not there."""
+        """The number of each token; that of ``@unknown`` for words not in the vocabulary."""
         unknown = self.numbers[UNKNOWN]
         return [self.numbers.get(normal(token), unknown) for token in tokens]
 
@@ -80,6 +79,6 @@ class Vocabulary:
 
 
 def entity_count(tokens: Sequence[str]) -> int:
-    """Entity symbols needed for these tokens: one more than the largest number."""
+    """The number of entity symbols these tokens need: one more than the largest number."""
     matches = (ENTITY.fullmatch(token) for token in tokens)
     return max((int(match[1]) + 1 for match in matches if match), default=0)

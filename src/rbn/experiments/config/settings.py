@@ -115,7 +115,7 @@ class Config:
             if value is None and name not in sizes:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > LARGEST:
                 raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
         if self.population_batch == 1:

@@ -33,7 +33,7 @@ def is_number(value: Any) -> bool:
 def check_seed(name: str, value: Any) -> None:
     """Refuse anything that is not a seed of random numbers."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
-        raise ValueError(f"{name} must be a whole number from 0 to {LARGEST}, got {value!r}")
+        raise ValueError(f"{name} must be an integer from 0 to {LARGEST}, got {value!r}")
 
 
 def check_number(name: str, value: Any) -> None:

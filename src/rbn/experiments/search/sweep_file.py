@@ -119,7 +119,7 @@ def _method(kind: str, content: Any, known: Sequence[str]) -> Method:
 
 def _whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return value
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def shades(answer: Answer) -> tuple[float, ...]:
-    """The attention of each token as a fraction of the largest, from 0 to 1."""
+    """The attention of each token relative to the largest, from 0 to 1."""
     largest = max(answer.attention)
     return tuple(weight / largest if largest > 0 else 0.0 for weight in answer.attention)
 
@@ -31,13 +31,13 @@ def page(answer: Answer) -> str:
 
 
 def looked_at(answer: Answer, limit: int = 5) -> str:
-    """The words with the most attention in one line, for terminals without colours."""
+    """The words with the most attention, in one line, for terminals without colours."""
     pairs = sorted(zip(answer.attention, answer.tokens, strict=True), key=lambda pair: -pair[0])
     return "looked at: " + ", ".join(f"{token} {weight:.1%}" for weight, token in pairs[:limit])
 
 
 def highlighted(answer: Answer) -> Text:
-    """The document for the terminal; the more attention, the more orange the background."""
+    """The document for the terminal: the more attention, the more orange the background."""
     from rich.text import Text
 
     text = Text()

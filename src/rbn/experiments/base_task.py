@@ -27,7 +27,7 @@ ESTIMATE = 50  # minibatches behind the population statistics of an evaluation
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Whether a model normalizes over batches."""
+    """Whether a model has population statistics."""
     return any(isinstance(module, PopulationStatistics) for module in model.modules())
 
 
@@ -56,22 +56,22 @@ class Measurement(NamedTuple):
 class BaseTask(abc.ABC):
     """A model and its data, evaluated with minibatch statistics and with population statistics.
 
-    Several processes that train one run share the minibatches of an evaluation or estimate, so that
-    the results are those of a single process.
+    Several processes that train one run share the minibatches of an evaluation or estimate; the
+    results are those of a single process.
 
     Attributes:
         kind: the metric and its units.
-        model: takes what `batch` returns; see the subclasses.
+        model: accepts what `batch` returns; see the subclasses.
         batch_size: rows per minibatch.
         batches_per_epoch: minibatches per epoch.
         items_per_step: images, characters or questions per minibatch.
         row_dims: the batch dimension of each tensor of a minibatch.
-        estimate: minibatches behind the population statistics of an evaluation; None: use the
-            running averages.
-        population_batch: rows of the batches that these are cut into. It should be the size used
-            for the final statistics, because small batches underestimate variances. None: the
-            training batch size.
-        metric: ``"valid_batch"`` or ``"valid_population"``, which chooses the best model.
+        estimate: number of minibatches for the population statistics of an evaluation; None uses
+            the running averages.
+        population_batch: batch size for these statistics. It should be the size used for the final
+            statistics, because small batches underestimate variances. None: the training batch
+            size.
+        metric: ``"valid_batch"`` or ``"valid_population"``, which selects the best model.
         estimates_with_masks: whether population statistics are estimated with the masks of zoneout,
             as layers do by default.
     """
@@ -84,7 +84,7 @@ class BaseTask(abc.ABC):
     population_batch: int | None = None
     metric = "valid_population"
     estimates_with_masks: ClassVar[bool] = True
-    forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
+    forward: Callable[[nn.Module, Any], object] | None = None  # runs one of `population_batches`
 
     # A task from a config ------------------------------------------------------------------------
 
@@ -96,12 +96,12 @@ class BaseTask(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def from_config(cls, config: Config, data: Any, seed: int, device: torch.device) -> BaseTask:
-        """The task of a run. data: from `load_data`, on the device."""
+        """Make the task of a run. data: the result of `load_data`, on the device."""
 
     @staticmethod
     @abc.abstractmethod
     def check_model(config: Config) -> nn.Module:
-        """Build the model, which refuses wrong options. The config has a small `hidden_size`."""
+        """Build the model, which rejects invalid options. The config has a small `hidden_size`."""
 
     # Training ------------------------------------------------------------------------------------
 
@@ -122,40 +122,40 @@ class BaseTask(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        """Minibatch number `step`, from 0."""
+        """Minibatch number `step`, counted from 0."""
 
     @abc.abstractmethod
     def loss(self, *batch: Any, **options: Any) -> Tensor:
         """The mean cross-entropy of a minibatch, in nats."""
 
     def write_files(self, folder: Path) -> None:  # noqa: B027
-        """Write what a run's folder needs besides checkpoints, before training; nothing here."""
+        """Write what a run's folder needs besides checkpoints. Called before training."""
 
     # Evaluation ----------------------------------------------------------------------------------
 
     @property
     def split_names(self) -> tuple[str, ...]:
-        """The splits that can be measured."""
+        """The splits that can be evaluated."""
         return ("train", "valid", "test")
 
     @abc.abstractmethod
     def measure(self, split: str) -> Measurement:
-        """The metric on one split, with the statistics that the model uses now."""
+        """The metric on one split, with the statistics that the model currently uses."""
 
     @abc.abstractmethod
     def population_batches(self, batch_size: int) -> Iterator[Any]:
-        """The training inputs once, for exact population statistics."""
+        """One pass over the training inputs, for exact population statistics."""
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """The validation metric with minibatch statistics and with population statistics.
 
-        They are ``valid_batch`` and ``valid_population``, equal for models without statistics. If
-        the metric is not the cross-entropy, that is ``valid_batch_nats`` and
-        ``valid_population_nats``.
+        Returns ``valid_batch`` and ``valid_population``, which are equal for models without
+        statistics. If the metric is not the cross-entropy, also returns that, as
+        ``valid_batch_nats`` and ``valid_population_nats``.
 
-        During training the running averages lag behind the model. So population statistics are
-        estimated from a few minibatches with the current model; the running averages stay the same.
+        During training, running averages lag behind the model. So population statistics are
+        estimated from a few minibatches with the current model; the running averages do not change.
         """
         if not has_statistics(self.model):
             measurement = self._measure("valid", "population")
@@ -191,16 +191,16 @@ class BaseTask(abc.ABC):
         return self._measure(split, statistics).value
 
     def default_length(self, split: str, statistics: str) -> str | None:
-        """The length at which ``rbn evaluate`` measures by default; None: there is no choice."""
+        """The default length of ``rbn evaluate``; None if the task has no choice of length."""
         return None
 
     def check_length(self, length: str, statistics: str) -> None:
-        """Refuse a length that `measure_at_length` cannot measure."""
+        """Reject a length that `measure_at_length` cannot measure."""
         raise ValueError(f"length is for texts, not for {self.kind.items}, got {length}")
 
     def measure_at_length(self, split: str, statistics: str, length: str) -> float:
-        """The metric on windows of a length, or ``"full"`` for a text as one sequence."""
-        self.check_length(length, statistics)  # raises an error: only texts have a length
+        """The metric on windows of a length; ``"full"`` treats a text as one sequence."""
+        self.check_length(length, statistics)  # always raises here: only texts have a length
         return self.measure_with(split, statistics)
 
     def final_metrics(self) -> dict[str, float]:
@@ -213,7 +213,7 @@ class BaseTask(abc.ABC):
         }
 
     def model_metadata(self) -> dict[str, Any]:
-        """What is saved with the final model; nothing here."""
+        """What is saved with the final model. Default: nothing."""
         return {}
 
     def _measure(self, split: str, statistics: str) -> Measurement:

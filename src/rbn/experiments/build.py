@@ -38,11 +38,11 @@ def task_class(config: Config) -> type[BaseTask]:
 
 
 def check(config: Config) -> None:
-    """Check with a small model that model, optimiser and trainer accept the options of a config.
+    """Check with a small model that model, optimiser and trainer accept a config's options.
 
     Raises:
-        TypeError: for options of a wrong type.
-        ValueError: for unknown options, and for values that are not valid.
+        TypeError: an option has the wrong type.
+        ValueError: an option is unknown or its value is invalid.
     """
     small = dataclasses.replace(config, hidden_size=2)
     try:
@@ -69,8 +69,8 @@ def build(
 ) -> BaseTask:
     """The task of a run, its model initialized from the seed.
 
-    Leaves the process's random state where the run's own random numbers start. loaded: the result
-    of `load`, which several runs can share.
+    Leaves the process's random state at the start of the run's own random numbers. loaded: the
+    result of `load`, which several runs can share.
     """
     data = load(config, device, root) if loaded is None else loaded
     torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def build(
 
 @contextlib.contextmanager
 def _explain_out_of_memory(config: Config) -> Iterator[None]:
-    """Inside, running out of memory raises a ValueError that names `hidden_size`."""
+    """Inside the ``with`` block, running out of memory raises an error that names `hidden_size`."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
@@ -105,7 +105,7 @@ def make_trainer(
     on_step: Callable[[Progress], None] | None = None,
     on_record: Callable[[dict[str, float]], None] | None = None,
 ) -> Trainer:
-    """A trainer, which resumes from a checkpoint in the folder. The arguments are `Trainer`'s."""
+    """Make a trainer, which resumes from a checkpoint in the folder. See `Trainer`."""
     if graph and config.precision == "16-mixed":
         raise ValueError("graph does not work with 16-mixed: the host sets its loss scale")
     device = next(task.model.parameters()).device

@@ -1,4 +1,4 @@
-"""HTML pages from the Jinja2 templates of this package; all values are escaped."""
+"""HTML pages from the Jinja2 templates of this package. All values are escaped."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
     Args:
         config: its `optimizer` and `decay_from` matter.
         model: the parameters to optimise.
-        graph: whether a CUDA graph is to capture the optimiser's step.
+        graph: whether a CUDA graph will capture the optimiser's step.
     """
     options = dict(config.optimizer)
     name = options.pop("name")
@@ -43,13 +43,13 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
         options["lr"] = torch.tensor(float(rate), device=device)
     parameters: list[Any] = list(model.parameters())
     if name == "adamw":
-        # Weights before a normalization are scale-invariant: weight decay only keeps their relative
-        # step size from shrinking. The scale of gammas, betas and biases matters.
+        # Weights before a normalization are scale-invariant: there, weight decay only keeps the
+        # relative step size from shrinking. The scale of gammas, betas and biases matters.
         decayed = [p for p in parameters if p.ndim > 1]
         others = [p for p in parameters if p.ndim <= 1]
         parameters = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     if "betas" in options:
-        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses the integer 0
+        options["betas"] = tuple(map(float, options["betas"]))  # torch rejects the integer 0
     try:
         optimizer: torch.optim.Optimizer = kind(parameters, **options)
     except (AssertionError, LookupError, RuntimeError) as error:

@@ -15,7 +15,7 @@ _MIN_WIDTH = 11  # characters of the last column
 
 
 class ProgressBars:
-    """A progress bar for each run of a `TrainingSession`: speed, time left, loss and validation.
+    """A progress bar per run of a `TrainingSession`: speed, time left, loss and validation.
 
     If the console is not a terminal, prints a line at each evaluation instead.
 

@@ -31,7 +31,7 @@ class Answer:
     """A reader's answer.
 
     Attributes:
-        tokens: of the document, with names in place of entities.
+        tokens: tokens of the document, with names in place of entities.
         attention: the weight of each token, from 0 to 1; they sum to 1.
         question: its tokens.
         candidates: answers and their probabilities, the best first.
@@ -53,7 +53,7 @@ def ask(
     Args:
         run: folder of a run on a reading task.
         document: a text file, or a ``.question`` file.
-        question: with one ``@placeholder``; None: that of a ``.question`` file.
+        question: question with one ``@placeholder``; None uses that of the ``.question`` file.
         limit: largest number of candidates.
         root: the data folder, which an unfinished run needs for its statistics; ``RBN_DATA`` by
             default.
@@ -71,7 +71,7 @@ def ask(
     new = renumbering((*text, *asked))
     if len(new) > vocabulary.entities:
         raise ValueError(
-            f"the texts have {len(new)} entities, and the model knows {vocabulary.entities}"
+            f"the texts have {len(new)} entities, but the model knows only {vocabulary.entities}"
         )
     names = {new[old]: surface.get(old, old) for old in new}
 
@@ -105,7 +105,7 @@ def _candidates(
 ) -> tuple[tuple[str, float], ...]:
     """The most probable answers by name.
 
-    All symbols of entities that are not in the texts count as one candidate.
+    Adds up the symbols of all entities that are not in the texts into one candidate.
     """
     probabilities: dict[str, float] = {}
     for symbol, chance in zip(symbols, chances, strict=True):
@@ -122,7 +122,7 @@ def read_vocabulary(run: Path) -> Vocabulary:
     try:
         content = read_checked(path)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no {VOCABULARY} in {run}") from error
+        raise FileNotFoundError(f"no {VOCABULARY} in {run}") from error
     try:
         return Vocabulary(int(content["entities"]), tuple(map(str, content["words"])))
     except (KeyError, TypeError, ValueError) as error:

@@ -29,14 +29,14 @@ _BATCHING = ("rename", "padding", "longest")
 class ReadingTask(BaseTask):
     """Questions about documents; the metric is the error rate, from 0 to 1, as in Figure 4.
 
-    It ignores `population_batch` in evaluations: they need many batches, to cover all lengths.
+    Ignores `population_batch` in evaluations, which need many batches to cover all lengths.
 
     Args:
         model: the reader.
         reading: the data, on the model's device.
-        batch_size: of training and of evaluation.
-        seed: of the order of the questions and of the entities' names.
-        options: of `QuestionBatches`.
+        batch_size: batch size in training and evaluation.
+        seed: random seed of the order of the questions and of the entities' names.
+        options: options of `QuestionBatches`.
     """
 
     kind = QUESTIONS
@@ -89,12 +89,12 @@ class ReadingTask(BaseTask):
 
     @staticmethod
     def check_model(config: Config) -> nn.Module:
-        """Build the reader, which refuses wrong options."""
+        """Build the reader, which rejects invalid options."""
         return make_reader(config, Vocabulary(1, ()), (1, 1))
 
     @property
     def batches_per_epoch(self) -> int:
-        """Minibatches with as many questions as the training set has."""
+        """Number of minibatches with as many questions as the training set."""
         return self.batches.batches_per_epoch
 
     @property
@@ -124,7 +124,7 @@ class ReadingTask(BaseTask):
 
     @property
     def split_names(self) -> tuple[str, ...]:
-        """The splits that can be measured; some sets have a second test set, ``test-cnn``."""
+        """The splits that can be evaluated. Some sets have a second test set, ``test-cnn``."""
         return tuple(self.parts)
 
     def measure(self, split: str) -> Measurement:
@@ -140,14 +140,14 @@ class ReadingTask(BaseTask):
         return Measurement(1 - correct / count, nats / count)
 
     def population_batches(self, batch_size: int) -> Iterator[Batch]:
-        """The training questions once, for exact population statistics.
+        """One pass over the training questions, for exact population statistics.
 
-        Batches of all lengths are mixed, so that the first few are representative.
+        Mixes batches of all lengths, so that the first few are representative.
         """
         return self.batches.in_order(batch_size, mixed=True)
 
     def final_metrics(self) -> dict[str, float]:
-        """With those of the second test set, if there is one."""
+        """Adds the metrics of the second test set, if there is one."""
         metrics = super().final_metrics()
         if "test-cnn" in self.parts:
             metrics["test_cnn"] = self.measure_with("test-cnn", "population")
@@ -155,7 +155,7 @@ class ReadingTask(BaseTask):
         return metrics
 
     def write_files(self, folder: Path) -> None:
-        """Write the vocabulary: the model can answer questions without the data then."""
+        """Write the vocabulary, so that the model can answer questions without the data."""
         vocabulary = self.reading.vocabulary
         content = {"entities": vocabulary.entities, "words": vocabulary.words}
         write_checked(folder / VOCABULARY, content)
@@ -172,10 +172,10 @@ def make_reader(
     """The reader of a config.
 
     Args:
-        config: of the run.
-        vocabulary: of the run's data.
-        longest: padded length of the longest document and question, for population statistics;
-            None: as in the checkpoint that is loaded.
+        config: the run's config.
+        vocabulary: vocabulary of the run's data.
+        longest: padded lengths of the longest document and question, for population statistics;
+            None takes them from the checkpoint that is loaded.
     """
     for place, options in (("layer", config.layer), ("normalization", config.normalization)):
         check_names(place, options, AttentiveReader)
@@ -193,7 +193,7 @@ def make_reader(
 
 
 class PreprocessingProgress:
-    """Progress of preprocessing on standard error; without a terminal, a line for every tenth."""
+    """Preprocessing progress on standard error; without a terminal, one line per tenth."""
 
     def __init__(self) -> None:
         self.shown = -1

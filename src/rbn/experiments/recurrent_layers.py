@@ -19,7 +19,7 @@ _LAYERS = {
 
 
 def recurrent_layer(config: Config, input_size: int) -> nn.Module:
-    """The layer of a config, initialized as it says."""
+    """The recurrent layer of a config, initialized."""
     options: dict[str, Any] = dict(config.layer)
     if config.model in ("rnn", "irnn"):
         # The settings of some tasks have noise in the initial state; torch.nn.RNN has none.
@@ -47,9 +47,9 @@ def recurrent_layer(config: Config, input_size: int) -> nn.Module:
 
 
 def check_layer(config: Config) -> nn.Module:
-    """Build the layer, which refuses wrong options, including those of `normalization`.
+    """Build the layer, which rejects invalid options, including those of `normalization`.
 
-    All models share a config, so `normalization` is checked for models that do not use it, too.
+    All models share a config, so `normalization` is also checked for models that do not use it.
     """
     layer = recurrent_layer(config, 1)
     if not config.batch_normalized:

@@ -1,4 +1,4 @@
-"""The result of a trained run: tested, written, published."""
+"""The result of a run: tests it, writes it, publishes it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def exact_statistics(config: Config, task: BaseTask) -> None:
 def finished(folder: Path, progress: Progress) -> dict[str, Any] | None:
     """The content of ``result.json``; None if the run has not been tested since its last step.
 
-    Resuming the finished run on another machine or with another version does not test it again.
+    A finished run that is resumed on another machine or with another version is not tested again.
     """
     try:
         result = read_checked(folder / "result.json")
@@ -66,10 +66,10 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
     processes of the run must call it.
 
     Args:
-        config: of the run.
-        seed: of the run.
-        trainer: that trained it.
-        command: that reproduces the run.
+        config: the run's config.
+        seed: the run's seed.
+        trainer: the trainer of the run.
+        command: the command that reproduces the run.
     """
     task, progress = trainer.task, trainer.progress
     assert isinstance(task, BaseTask)
@@ -121,7 +121,7 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
     try:
         result = read_checked(path)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{run} has no result: there is no {path.name} in it") from error
+        raise FileNotFoundError(f"{run} has no result: it has no {path.name}") from error
     try:
         # A config refuses names that could lead outside the folder.
         named = Config(result["task"], result["model"], result["tag"])
@@ -151,7 +151,7 @@ def _records(curve: Path, sha256: str | None) -> list[dict[str, Any]]:
         lines = content.decode().splitlines()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{curve.parent} has no learning curve: there is no {curve.name}"
+            f"{curve.parent} has no learning curve: it has no {curve.name}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{curve} is damaged: {error}") from error
@@ -165,7 +165,7 @@ def _records(curve: Path, sha256: str | None) -> list[dict[str, Any]]:
             raise ValueError(f"{curve} is damaged: line {number}: {error}") from error
     if hashlib.sha256(content).hexdigest() != sha256:
         raise ValueError(
-            f"{curve} is damaged or was edited: it is not the learning curve of the result; "
+            f"{curve} is damaged or was edited: it does not match the result; "
             f"rbn resume {curve.parent} writes it again"
         )
     return records
@@ -174,7 +174,7 @@ def _records(curve: Path, sha256: str | None) -> list[dict[str, Any]]:
 def _record(line: str) -> dict[str, Any]:
     record = json.loads(line)
     if not isinstance(record, dict):
-        raise ValueError(f"it must hold figures by name, got {record!r}")
+        raise ValueError(f"it must contain numbers by name, got {record!r}")
     for name in (*CURVE, *(name for name in NATS if name in record)):
         value = record.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -192,7 +192,7 @@ def _check_target(target: Path, result: dict[str, Any]) -> None:
     if existing != result.get("config"):
         raise ValueError(
             f"{target} is the result of a run with other settings: publish to another folder "
-            "(--to), or give --replace"
+            "(--to), or use --replace"
         )
 
 

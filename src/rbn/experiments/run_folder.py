@@ -19,7 +19,7 @@ _RUN_FILES = (
 
 
 def check_available(folder: Path, config: Config, seed: int) -> None:
-    """Refuse a folder that holds a different run, and a path that is not a folder."""
+    """Reject a folder that holds a different run, and a path that is not a folder."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, not a folder; choose another one (--out)")
     if not (folder / "config.json").exists():
@@ -73,7 +73,9 @@ def create(folder: Path, config: Config, seed: int, command: str | None = None) 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, no other process can train the run in a folder. A killed process releases the lock.
+    """Inside the ``with`` block, only this process can train the run in a folder.
+
+    A killed process releases the lock.
 
     Raises:
         FileExistsError: another process is training the run.
@@ -99,7 +101,7 @@ def read_config(folder: Path) -> tuple[Config, int]:
     except NotADirectoryError as error:
         raise NotADirectoryError(f"{folder} is a file, not the folder of a run") from error
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder} holds no run: there is no {path.name} in it") from error
+        raise FileNotFoundError(f"{folder} holds no run: it has no {path.name}") from error
     try:
         return from_mapping(content["config"]), int(content["seed"])
     except (KeyError, TypeError, ValueError) as error:

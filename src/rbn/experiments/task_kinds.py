@@ -1,4 +1,4 @@
-"""What is known about a task before its data are loaded: its metric, units and models.
+"""A task's metric, units and models, which are known before its data are loaded.
 
 The classes that train and evaluate a task are in `tasks` and `reading`.
 """
@@ -17,13 +17,13 @@ class TaskKind:
     """A kind of task.
 
     Attributes:
-        metric: what is measured, such as ``"accuracy"``.
+        metric: name of the metric, such as ``"accuracy"``.
         higher_is_better: whether a higher value of the metric is better.
         items: what a minibatch consists of, such as ``"images"``.
         models: the models that can be trained.
         is_percentage: whether the metric is a fraction, shown in percent.
-        other_settings: settings of `Config` that the kind does not have, with what to say of each.
-        test_on_whole_text: whether the test number is of the test text as one sequence; otherwise
+        other_settings: settings of `Config` that do not apply, with the reason.
+        test_on_whole_text: whether the test result is on the test text as one sequence; otherwise
             it is the mean over the sequences of the test set.
     """
 
@@ -37,15 +37,15 @@ class TaskKind:
 
     @property
     def result_metric(self) -> str:
-        """The metric as ``result.json`` names it."""
+        """The name of the metric in ``result.json``."""
         return self.metric + (", whole sequence" if self.test_on_whole_text else "")
 
     def format_test(self, value: float, stats: str | None = "population") -> str:
-        """A run's test number and how it was measured; stats: None if the model has none."""
+        """A run's test result and how it was measured. stats: None if the model has none."""
         return self._with_notes(value, "whole sequence" if self.test_on_whole_text else None, stats)
 
     def format_valid(self, value: float, stats: str | None = "population") -> str:
-        """A run's validation number and how it was measured; stats: None if the model has none."""
+        """A run's validation result and how it was measured. stats: None if the model has none."""
         return self._with_notes(value, "windows" if self.test_on_whole_text else None, stats)
 
     def _with_notes(self, value: float, over: str | None, stats: str | None) -> str:
@@ -55,7 +55,7 @@ class TaskKind:
     def format(self, value: float, digits: int = 2) -> str:
         """A value with metric and unit: ``1.3230 bits per character`` or ``accuracy 58.33 %``.
 
-        digits: after the decimal point, for percentages.
+        digits: decimals of percentages.
         """
         if self.is_percentage:
             return f"{self.metric} {100 * value:.{digits}f} %"

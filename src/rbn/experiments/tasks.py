@@ -1,4 +1,4 @@
-"""Classifying sequences, and predicting the next character of a text."""
+"""Sequence classification, and prediction of the next character of a text."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Classification(BaseTask):
     """One label per sequence; the metric is the accuracy, from 0 to 1.
 
     Args:
-        model: takes ``[T, B, features]`` and returns logits ``[B, classes]``.
+        model: maps ``[T, B, features]`` to logits ``[B, classes]``.
         splits: the data, on the model's device.
-        batch_size: of training and of evaluation.
-        seed: of the order of the sequences.
+        batch_size: batch size in training and evaluation.
+        seed: random seed of the order of the sequences.
     """
 
     kind = IMAGES
@@ -74,7 +74,7 @@ class Classification(BaseTask):
 
     @staticmethod
     def check_model(config: Config) -> nn.Module:
-        """Build the recurrent layer, which refuses wrong options."""
+        """Build the recurrent layer, which rejects invalid options."""
         return check_layer(config)
 
     @property
@@ -99,9 +99,9 @@ class Classification(BaseTask):
         """The accuracy and the cross-entropy."""
         part: Split = getattr(self.splits, split)
         size = len(part)
-        # Both in one tensor: a single transfer to the host.
+        # Both in one tensor, for a single transfer to the host.
         sums = torch.zeros(2, dtype=torch.float64, device=part.labels.device)
-        # Batches of nearly equal size: the minibatch statistics of a small rest would be noisy.
+        # Batches of nearly equal size: the minibatch statistics of a small last one would be noisy.
         pieces = torch.arange(size).tensor_split(math.ceil(size / self.batches.batch_size))
         ranks = Ranks.here()
         for rows in ranks.share(pieces):
@@ -111,7 +111,7 @@ class Classification(BaseTask):
         return Measurement(correct / size, nats / size)
 
     def population_batches(self, batch_size: int) -> Iterator[Tensor]:
-        """The training inputs once, for exact population statistics."""
+        """One pass over the training inputs, for exact population statistics."""
         inputs = self.splits.train.inputs
         for start in range(0, inputs.shape[1], batch_size):
             yield inputs[:, start : start + batch_size]
@@ -121,14 +121,14 @@ class NextSymbol(BaseTask):
     """The next character of a text; the metric is bits per character.
 
     Args:
-        model: a `rbn.models.LanguageModel`, or another that takes symbols ``[T, B]``, states and
-            ``start`` and returns logits and states; with ``targets`` and ``reduction`` the loss
-            instead, if it takes those.
+        model: a `rbn.models.LanguageModel`, or another model that takes symbols ``[T, B]``, states
+            and ``start``, and returns logits and states. If it accepts ``targets`` and
+            ``reduction``, it returns the loss instead of the logits when they are given.
         text: the data, on the model's device.
         length: characters per window.
         batch_size: windows per minibatch.
-        seed: of the windows and their order.
-        valid_windows: evaluate only so many validation windows, the first ones; None: all.
+        seed: random seed of the windows and their order.
+        valid_windows: evaluate only this many validation windows, the first ones; None: all.
     """
 
     kind = TEXT
@@ -145,7 +145,7 @@ class NextSymbol(BaseTask):
         valid_windows: int | None = None,
     ) -> None:
         self.model, self.text, self.length = model, text, length
-        # Checked now: the wrapper for training accepts any argument.
+        # Checked before training, whose wrapper accepts any argument.
         self._has_loss = "targets" in inspect.signature(model.forward).parameters
         self.batch_size = batch_size
         self.valid_windows = valid_windows
@@ -172,7 +172,7 @@ class NextSymbol(BaseTask):
 
     @staticmethod
     def check_model(config: Config) -> nn.Module:
-        """Build the recurrent layer, which refuses wrong options."""
+        """Build the recurrent layer, which rejects invalid options."""
         return check_layer(config)
 
     @property
@@ -186,7 +186,7 @@ class NextSymbol(BaseTask):
         return self.batches.batch_size * (self.length - 1)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        """Symbols and those that follow them, ``[T, B]``, of minibatch number `step`."""
+        """Input and target symbols of minibatch number `step`, ``[T, B]`` each."""
         return self.batches.batch(*divmod(step, self.batches_per_epoch))
 
     def loss(self, symbols: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -240,11 +240,11 @@ class NextSymbol(BaseTask):
         return float(nats) / (len(stream) - 1) / math.log(2)
 
     def default_length(self, split: str, statistics: str) -> str | None:
-        """The number that ``rbn train`` reports: the whole text if the statistics allow it."""
+        """The length that ``rbn train`` reports: the full text if the statistics allow it."""
         return "full" if (split, statistics) == ("test", "population") else str(self.length)
 
     def check_length(self, length: str, statistics: str) -> None:
-        """Refuse ``full`` with minibatch statistics: the batch is a single sequence."""
+        """Reject ``full`` with minibatch statistics: the batch is a single sequence."""
         if length == "full" and statistics == "batch":
             raise ValueError("length full is a batch of one sequence: it needs stats population")
 
@@ -259,17 +259,17 @@ class NextSymbol(BaseTask):
             self.length = before
 
     def final_metrics(self) -> dict[str, float]:
-        """``test`` is of the test text as one sequence, ``test_windows`` of windows."""
+        """``test`` is measured on the test text as one sequence, ``test_windows`` on windows."""
         metrics = super().final_metrics()
         metrics["test_windows"] = metrics.pop("test")
         return metrics | {"test": self.measure_whole("test")}
 
     def model_metadata(self) -> dict[str, Any]:
-        """The alphabet: the model can write text without the data then."""
+        """The alphabet, so that the model can generate text without the data."""
         return {"symbols": self.text.symbols}
 
     def population_batches(self, batch_size: int) -> Iterator[Tensor]:
-        """The training windows once, for exact population statistics."""
+        """One pass over the training windows, for exact population statistics."""
         windows = Windows(self.text.train, self.length, batch_size, shuffle=False)
         for k in range(windows.batches_per_epoch):
             yield windows.batch(0, k)[0]

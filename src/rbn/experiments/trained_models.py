@@ -59,7 +59,7 @@ def evaluate(
     length: str | None = None,
     estimate: int | None = None,
 ) -> float:
-    """Measure a trained model.
+    """Evaluate a trained model.
 
     Args:
         task: from `open_task`.
@@ -67,9 +67,9 @@ def evaluate(
         statistics: ``population`` or ``batch``.
         length: for texts: characters per window, or ``full`` for the text as one sequence, which
             needs population statistics; the training length by default.
-        estimate: first estimate population statistics, from minibatches of this size. The best
-            model of an unfinished run needs that: the statistics saved with it lag behind, and with
-            `average` belong to other parameters.
+        estimate: first estimate population statistics, from minibatches of this size. Needed
+            for the best model of an unfinished run: the statistics saved with it lag behind, and
+            with `average` belong to other parameters.
     """
     for name, value, known in (
         ("split", split, task.split_names),
@@ -88,9 +88,9 @@ def evaluate(
 
 
 def check_length(length: str) -> None:
-    """Refuse anything that is not a length of windows."""
+    """Reject anything that is not a window length."""
     if length != "full" and (not length.isdecimal() or int(length) < 2):
-        raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
+        raise ValueError(f"length must be an integer of at least 2, or full, got {length!r}")
 
 
 def open_language_model(folder: Path, device: torch.device) -> tuple[nn.Module, str]:
@@ -118,7 +118,7 @@ def sample(
         prompt: at least one character.
         length: characters to sample.
         temperature: 0 takes the most likely character, 1 samples from the model's distribution.
-        seed: of the samples.
+        seed: random seed of the samples.
     """
     if not prompt:
         raise ValueError("prompt must have at least one character")
@@ -136,7 +136,7 @@ def sample(
         if temperature == 0:
             number = int(scores.argmax())
         else:
-            # The largest score is 0, so no temperature makes it infinite.
+            # The largest score is 0, so no temperature makes a score infinite.
             scores = (scores - scores.max()).double() / temperature
             chances = torch.softmax(scores, 0)
             number = int(torch.multinomial(chances, 1, generator=generator))

@@ -40,13 +40,13 @@ class Observer(Protocol):
 def check_processes(
     runs: Sequence[Run], device: torch.device, local: int, count: int, graph: bool | None
 ) -> None:
-    """Refuse, before any work, what several processes cannot train.
+    """Reject, before any work, what several processes cannot train.
 
     Args:
         runs: folder, settings and seed of each run.
-        device: of each process.
-        local: processes on this machine.
-        count: processes on all machines.
+        device: device of each process.
+        local: number of processes on this machine.
+        count: number of processes on all machines.
         graph: whether the user asked for CUDA graphs.
     """
     check_devices(device, local)
@@ -73,12 +73,12 @@ class TrainingSession:
     """Runs that are trained interleaved on one device, or one run trained by several processes.
 
     Args:
-        runs: folder, settings and seed of each.
-        device: of all runs; with several processes, of this one.
+        runs: folder, settings and seed of each run.
+        device: device of all runs; with several processes, of this one.
         root: the data folder; ``RBN_DATA`` by default.
-        command: that reproduces the runs, without the seed: one for all, or one for each; by
-            default a short one.
-        loaded: data that others have loaded on this device; what these runs load is added.
+        command: command that reproduces the runs, without the seed: one for all, or one for each;
+            by default a short one.
+        loaded: data that are already loaded on this device; data that these runs load are added.
         world: rank of this process; None for a single process.
     """
 
@@ -114,10 +114,10 @@ class TrainingSession:
         """Train all runs, from their last checkpoints, to the end or until the time runs out.
 
         Args:
-            graph: capture steps as CUDA graphs; None: on a GPU, if the precision allows it.
+            graph: capture steps as CUDA graphs. Default: on a GPU, if the precision allows it.
             tensorboard: write learning curves for TensorBoard.
-            max_minutes: after which to save and stop.
-            observer: of the runs.
+            max_minutes: save and stop after this time.
+            observer: observes the runs.
         """
         with contextlib.ExitStack() as locks:
             for run, command in zip(self.runs, self.commands, strict=True):
@@ -144,7 +144,7 @@ class TrainingSession:
         max_minutes: float | None,
         locks: contextlib.ExitStack,
     ) -> tuple[Trainer, BaseTask]:
-        """A run's trainer and task. The folder stays locked until `locks` is closed."""
+        """Make a run's trainer and task. The folder stays locked until `locks` is closed."""
         folder, config, seed = run
 
         def lock() -> None:
@@ -156,7 +156,7 @@ class TrainingSession:
             build.check(config)
             loaded = ranks.in_turn(partial(self.load, config))
             task = build.build(config, seed, self.device, loaded=loaded)
-        except TypeError as error:  # an option of a wrong type
+        except TypeError as error:  # an option has the wrong type
             raise ValueError(f"the settings are not valid: {error}") from error
         exists = ranks.from_first((folder / "config.json").exists)
         if exists:
@@ -172,22 +172,22 @@ class TrainingSession:
             fabric=fabric,
             graph=graph,
         )
-        if not exists:  # after the trainer: wrong options leave no folder
+        if not exists:  # after the trainer, so that invalid options leave no folder
             ranks.from_first(partial(run_folder.create, folder, config, seed, command))
             ranks.from_first(lock)
         return trainer, task
 
     def load(self, config: Config) -> build.Loaded:
-        """The data of a config; runs with the same data share them."""
+        """The data of a config. Runs with the same data share them."""
         key = f"{config.task} {sorted(config.data.items())}"
         if key not in self.loaded:
             self.loaded[key] = build.load(config, self.device, self.root)
         return self.loaded[key]
 
     def results(self, console: Console | None = None) -> Iterator[str]:
-        """Test the finished runs, and describe the result of each in a sentence.
+        """Test the finished runs, and yield a sentence with the result of each.
 
-        A run that diverged counts as finished: its best model is from before.
+        A run that diverged counts as finished: its best model is from before it diverged.
         """
         for (folder, config, seed), trainer in zip(self.runs, self.trainers, strict=True):
             now = trainer.progress

@@ -12,7 +12,7 @@ from rbn.ops.types import readable
 
 
 def check_targets(input: Tensor, targets: Tensor, reduction: str) -> None:
-    """Refuse targets that are not one integer per row of the input ``[..., H]``."""
+    """Reject targets that are not one integer per row of the input ``[..., H]``."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
@@ -25,7 +25,7 @@ def check_targets(input: Tensor, targets: Tensor, reduction: str) -> None:
 
 
 def check_classes(targets: Tensor, classes: int) -> None:
-    """Refuse targets in host memory that are not from 0 to ``classes - 1``."""
+    """Reject targets in host memory that are not from 0 to ``classes - 1``."""
     if readable(targets) and targets.numel():
         least, most = (int(v) for v in targets.long().aminmax())
         if least < 0 or most >= classes:

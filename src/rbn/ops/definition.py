@@ -220,7 +220,7 @@ class Definition:
             object.__setattr__(self, name, value)
 
     def check(self, a: Arguments, may_be_empty: bool = False) -> None:
-        """Refuse tensors whose shapes, dtypes or devices do not fit.
+        """Reject tensors whose shapes, dtypes or devices do not fit.
 
         Reads only shapes, dtypes and values in host memory, so it never waits for a GPU.
 
@@ -350,7 +350,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.devi
 
 
 def check_sequence_lengths(lengths: Tensor, input: Tensor) -> None:
-    """Refuse lengths that are not integers ``[B]``, or (if in host memory) not from 1 to T."""
+    """Reject lengths that are not integers ``[B]``, or (if in host memory) not from 1 to T."""
     steps, batch = input.shape[:2]
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"lengths must be integers, got {lengths.dtype}")

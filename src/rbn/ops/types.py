@@ -68,7 +68,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def check_lengths(values: list[int], steps: int) -> None:
-    """Refuse lengths outside 1 to the number of steps."""
+    """Reject lengths outside 1 to the number of steps."""
     for row, length in enumerate(values):
         if not 1 <= length <= steps:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The hyperparameters of runs: from files, checked, with changes from the command line."""
+"""The hyperparameters of runs: read from files, checked, overridden on the command line."""
 
 from rbn.experiments.config.config_files import CONFIGS, find, for_model, names, published
 from rbn.experiments.config.overrides import flat, parse_settings, with_settings, with_values

@@ -1,4 +1,4 @@
-"""The configs that come with the package, and those of users."""
+"""The configs that come with the package, and users' own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ALL_MODELS = tuple(dict.fromkeys((*LAYERS, *READERS)))
 
 
 def for_model(values: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The settings of a file for one model: its entry in ``variants`` overrides the others."""
-    if not isinstance(model, str):  # a file may hold anything
+    """A file's settings for one model: its entry in ``variants`` overrides the others."""
+    if not isinstance(model, str):  # a file may contain anything
         raise ValueError(f"model must be one of {', '.join(_ALL_MODELS)}, got {model!r}")
     settings = dict(values)
     variants = settings.pop("variants", None) or {}

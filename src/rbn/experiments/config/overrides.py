@@ -1,4 +1,4 @@
-"""Changed settings: ``key=value`` pairs of ``rbn train --set``, and values by dotted key."""
+"""Overridden settings: ``key=value`` pairs of ``rbn train --set``, and values by dotted key."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:
-    """A config with changes such as ``optimizer.lr=0.01``; the values are YAML."""
+    """Override settings of a config, such as ``optimizer.lr=0.01``; the values are YAML."""
     return with_values(config, parse_settings(settings))
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """The values of ``key=value`` pairs, by key."""
+    """Parse ``key=value`` pairs into values by key."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -38,13 +38,13 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"a setting must look like key=value, got {setting!r}")
         try:
             values[key.strip()] = parse_yaml(text)
-        except Exception as error:  # PyYAML's own, which is not imported here
+        except Exception as error:  # PyYAML's own class, which is not imported here
             raise ValueError(f"the value of {setting!r} is not YAML") from error
     return values
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """A config with changed values, by keys such as ``hidden_size`` or ``optimizer.lr``."""
+    """Override values of a config, by keys such as ``hidden_size`` or ``optimizer.lr``."""
     changed: dict[str, Any] = asdict(config)
     for key, value in values.items():
         *path, last = key.split(".")
@@ -60,7 +60,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def _unknown(key: str, settings: Mapping[str, Any]) -> ValueError:
-    """The error for an unknown setting, with the one that was probably meant."""
+    """The error for an unknown setting, with the most likely intended one."""
     inner = [f"{a}.{b}" for a, v in settings.items() if isinstance(v, dict) for b in v]
     near = [name for name in inner if name.endswith(f".{key}")]
     near = near or [f"{a}.{_SYNONYMS[b]}" for a, _, b in [key.partition(".")] if b in _SYNONYMS]

@@ -104,7 +104,7 @@ class Config:
             raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
 
     def _check_types(self) -> None:
-        """Refuse values of the wrong type, such as words instead of numbers."""
+        """Reject values of the wrong type, such as words instead of numbers."""
         for name in ("layer", "normalization", "data", "optimizer"):
             value = getattr(self, name)
             if not isinstance(value, Mapping):
@@ -168,7 +168,7 @@ class Config:
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:
-    """A config from settings by name; refuses unknown names."""
+    """Make a config from settings by name. Rejects unknown names."""
     known = {f.name for f in fields(Config)}
     unknown = sorted(set(values) - known, key=str)
     if unknown:

@@ -1,4 +1,4 @@
-"""Checks of the values of single settings."""
+"""Checks for the values of single settings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-LARGEST = 2**63 - 1  # the largest integer that torch takes
-LARGEST_RATE = 1e30  # an optimiser's products with it still fit into float32
-# Options of optimisers, by the values they take.
+LARGEST = 2**63 - 1  # the largest integer that torch accepts
+LARGEST_RATE = 1e30  # products with it in an optimiser still fit into float32
+# Options of optimisers, by type of value.
 _BOOLEANS = (
     *("fused", "foreach", "nesterov", "amsgrad", "centered", "maximize"),
     "decoupled_weight_decay",
@@ -31,13 +31,13 @@ def is_number(value: Any) -> bool:
 
 
 def check_seed(name: str, value: Any) -> None:
-    """Refuse anything that is not a seed of random numbers."""
+    """Reject anything that is not a random seed."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
         raise ValueError(f"{name} must be an integer from 0 to {LARGEST}, got {value!r}")
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuse anything that is not a finite number, or too large for torch."""
+    """Reject anything that is not a finite number, or is too large for torch."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not is_number(value):
@@ -47,7 +47,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_names(place: str, names: Iterable[str], *functions: Callable[..., Any]) -> None:
-    """Refuse settings ``place.name`` that are no optional argument of any of the functions."""
+    """Reject settings ``place.name`` that are not an optional argument of any of the functions."""
     parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
     known = [p.name for p in parameters if p.default is not inspect.Parameter.empty]
     for name in names:
@@ -60,7 +60,7 @@ def check_names(place: str, names: Iterable[str], *functions: Callable[..., Any]
 
 
 def check_optimizer(options: Mapping[str, Any]) -> None:
-    """Refuse values that make no sense; torch's classes accept many of them."""
+    """Reject invalid values, many of which torch's classes accept."""
     for name in _SET_BY_TRAINER:
         if name in options:
             raise ValueError(f"optimizer.{name} cannot be set: the trainer sets it")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-_MAX_NODES = 10_000  # values in a file, aliases expanded
+_MAX_NODES = 10_000  # values in a file, with aliases expanded
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -26,12 +26,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid dates
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold settings by name")
+        raise ValueError(f"{path} must contain settings by name")
     return content
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML, with 1e-3 as a number, as in YAML 1.2; PyYAML reads a string."""
+    """Parse YAML. Reads 1e-3 as a number, like YAML 1.2; PyYAML reads it as a string."""
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {"construct_mapping": _without_duplicates})
@@ -65,7 +65,7 @@ def _expanded_size(node: Any, known: dict[int, int]) -> int:
 
 
 def _without_duplicates(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
-    """A mapping; refuses duplicate keys, of which PyYAML takes the last."""
+    """Construct a mapping. Rejects duplicate keys, of which PyYAML keeps the last."""
     import yaml
 
     seen: set[Any] = set()

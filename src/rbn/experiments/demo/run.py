@@ -43,7 +43,7 @@ def run_demo(
     data: Splits | None = None,
     console: Console | None = None,
 ) -> Result:
-    """Train both models, show the difference, and write the files.
+    """Train both models, compare them, and write the files.
 
     Writes ``index.html``, ``curves.png``, ``curves.csv`` and ``result.json``, replacing those of an
     earlier run. Checks the dependencies and that `out` is writable before training.
@@ -51,8 +51,8 @@ def run_demo(
     Args:
         settings: what to train, and how.
         out: folder for the files; created if needed.
-        data: sequences of one feature and ten classes; the digits by default.
-        console: where to show progress and the table; the terminal by default.
+        data: sequences with one feature and ten classes; the digits by default.
+        console: where to print progress and the table; the terminal by default.
     """
     _require_extra()
     _require_writable(out)
@@ -106,7 +106,7 @@ def _require_writable(folder: Path) -> None:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Limit torch's threads inside the block."""
+    """Limit torch's threads inside the ``with`` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

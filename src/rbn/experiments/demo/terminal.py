@@ -41,7 +41,7 @@ class Bar:
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Progress]:
-    """Progress bars on the console while the block runs."""
+    """Inside the ``with`` block, show progress bars on the console."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

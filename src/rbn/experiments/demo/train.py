@@ -22,7 +22,7 @@ from rbn.training import Diverged, Progress, Schedule, Trainer
 
 
 def build(name: str, settings: Settings) -> SequenceClassifier:
-    """The LSTM or the BN-LSTM. With the same seed, both start from the same weights."""
+    """Build the LSTM or the BN-LSTM. With the same seed, both start from the same weights."""
     torch.manual_seed(settings.seed)
     options: dict[str, Any] = {"hidden_noise": settings.hidden_noise}
     if name == "LSTM":
@@ -32,7 +32,7 @@ def build(name: str, settings: Settings) -> SequenceClassifier:
 
 
 def reach(model: SequenceClassifier, data: Split, batch_size: int) -> float:
-    """The norm of the loss's gradient at the first eighth of the steps, over that at the last.
+    """The norm of the loss's gradient at the first eighth of the steps, relative to the last.
 
     Near 1, the model can learn from all steps; near 0, only from the last ones. Measured on
     the first `batch_size` sequences, in training mode.
@@ -72,7 +72,7 @@ def fit(
         data: the sequences.
         on_step: called after every step with its number, from 1.
         on_record: called after every evaluation on the validation data.
-        device: the device to train on. Other devices than the CPU draw other noise.
+        device: the device to train on. The noise depends on the type of device.
     """
     data = data.to(device)
     records: list[Record] = []
@@ -92,7 +92,7 @@ def fit(
 
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         reached = reach(build(name, settings).to(device), data.train, settings.batch_size)
-        model = build(name, settings).to(device)  # a new one: `reach` changes the statistics
+        model = build(name, settings).to(device)  # a new one, since `reach` changes the statistics
         task = _Timed(model, data, settings.batch_size, settings.seed)
         steps = settings.epochs * task.batches_per_epoch
         trainer = Trainer(

@@ -1,1 +1,1 @@
-"""The paper's tables and figures: its numbers, ours, and the report that sets them side by side."""
+"""The paper's tables and figures: its numbers, ours, and the report that compares them."""

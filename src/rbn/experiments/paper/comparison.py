@@ -22,7 +22,7 @@ _OPTIONS = {
     "mnist": _IMAGES,
     "dailymail-built": "--precision bf16-mixed --set epochs=12 --set evaluate_every=1000",
 }
-# Without noise on the first hidden state its gradient overflows at every rate.
+# Without noise on the first hidden state, its gradient overflows at every rate.
 _OWN_OPTIONS = {("pmnist", "ln-lstm"): " --set layer.hidden_noise=0.1"}
 _LAYERS = ("lstm", "bn-lstm", "ln-lstm")
 _READERS = ("lstm", "bi-lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
@@ -80,8 +80,8 @@ class _ModelRuns:
         model: its name.
         rate: the best learning rate; empty if there is none.
         values: test results of the finished runs.
-        cells: for each seed, its test result or why there is none; without runs, why.
-        reached: for each seed, the first step with the validation result to reach, or "never".
+        cells: for each seed, its test result or why there is none; without runs, only why.
+        reached: for each seed, the first step that reaches the validation goal, or "never".
         seconds: mean time of the runs that made all steps.
     """
 
@@ -100,7 +100,7 @@ class Comparison:
     Attributes:
         title: the task, the number of steps and the unit.
         rows: a row for each model, one cell for each of `COLUMNS`.
-        verdict: a sentence about the best model.
+        verdict: a sentence that ranks the models.
     """
 
     title: str
@@ -120,15 +120,15 @@ def read_comparison(path: Path) -> list[dict[str, str]]:
 
 def compare(rows: Sequence[dict[str, str]]) -> list[Comparison]:
     """A comparison for each task in `rows`."""
-    found = []
+    comparisons = []
     for name, task in _TASKS.items():
         own = [row for row in rows if row["task"] == name]
         best = [row for row in own if row["phase"] == "best"]
         if best:
             steps, goal = max(int(row["of_steps"]) for row in best), float(best[0]["target"])
             models = [_from_rows(own, model, task) for model in task.models]
-            found.append(_comparison(task, steps, goal, models))
-    return found
+            comparisons.append(_comparison(task, steps, goal, models))
+    return comparisons
 
 
 def rate_table(rows: Sequence[dict[str, str]], task: str) -> tuple[list[str], list[list[str]]]:
@@ -144,7 +144,7 @@ def rate_table(rows: Sequence[dict[str, str]], task: str) -> tuple[list[str], li
 
 
 def commands(rows: Sequence[dict[str, str]]) -> list[str]:
-    """The commands that train the runs of ``comparison.csv``."""
+    """The commands that train the runs in ``comparison.csv``."""
     lines = []
     for task, options in _OPTIONS.items():
         grid = [row for row in rows if (row["task"], row["phase"]) == (task, "grid")]
@@ -181,10 +181,13 @@ def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
             reason = f"other seeds did not finish ({why})"
             if not failed:
                 by_seed = {row["seed"]: float(row["valid"]) for row in tried}
-                found = task.shown(mean(by_seed.values()))
-                same = found == task.shown(average)
-                reason = f"{'the same' if same else 'a worse'} mean of {len(by_seed)} seeds"
-                reason += f" ({found})" if same else f" ({found} against {task.shown(average)})"
+                average_of_other = task.shown(mean(by_seed.values()))
+                own_average = task.shown(average)
+                if average_of_other == own_average:
+                    reason = f"the same mean of {len(by_seed)} seeds ({average_of_other})"
+                else:
+                    reason = f"a worse mean of {len(by_seed)} seeds"
+                    reason += f" ({average_of_other} against {own_average})"
             sentences.append(
                 f"{task.title}, {NAMES[model]}: {best['rate']} has the better validation result "
                 f"for one seed ({task.shown(float(best['valid']))}), but {reason}."
@@ -217,7 +220,7 @@ def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _higher_rates(rows: Sequence[dict[str, str]], shown: dict[str, str]) -> str:
-    """What became of runs at higher rates with the same number of steps, if there are any."""
+    """How runs at higher rates with the same number of steps ended, if there are any."""
     higher: dict[str, list[str]] = {}
     for row in rows:
         if float(row["rate"]) > float(shown["rate"]) and row["of_steps"] == shown["of_steps"]:
@@ -246,7 +249,7 @@ def _from_rows(rows: Sequence[dict[str, str]], model: str, task: _Task) -> _Mode
     own = [row for row in rows if row["model"] == model]
     best = [row for row in own if row["phase"] == "best"]
     if best:
-        # Runs of one grid share the GPU in the same way; other runs, and later ones, need not.
+        # Runs of one grid share the GPU in the same way; other and later runs may not.
         grid = [row for row in rows if row["phase"] == "grid"] or rows
         grid = [row for row in grid if row["steps"] == row["of_steps"]]
         same = {(row["rate"], row.get("commit")) for row in grid if row["model"] == "lstm"}
@@ -283,7 +286,7 @@ def _comparison(task: _Task, steps: int, goal: float, models: Sequence[_ModelRun
 
 
 def _verdict(task: _Task, models: Sequence[_ModelRuns]) -> str:
-    """The models from best to worst, by the mean of their seeds."""
+    """A sentence that ranks the models by the mean of their seeds."""
     trained = [each for each in models if each.values]
     trained.sort(key=lambda each: mean(each.values), reverse=task.higher_is_better)
     ranking = ", ".join(f"{NAMES[each.model]} {_mean(task, each)}" for each in trained)

@@ -26,7 +26,7 @@ def _table() -> dict[str, dict[str, list[tuple[float, float]]]]:
 
 
 def paper_lines(figure: str) -> dict[str, Line]:
-    """The curves of one of `FIGURES` by name, read from its vector graphics."""
+    """The curves of one of `FIGURES` by name, read from the paper's vector graphics."""
     if figure not in FIGURES:
         raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
     lines = {}

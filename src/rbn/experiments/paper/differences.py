@@ -34,7 +34,7 @@ _WHY = {
 }
 _QUESTIONS = ("cnn", "cnn-built", "dailymail-built")
 _SKIPPED = ("task", "model", "tag")
-_DEFAULTS = {"optimizer.momentum": 0}  # of settings that a config leaves out
+_DEFAULTS = {"optimizer.momentum": 0}  # values of settings that a config omits
 Runs = dict[tuple[str, str, int], str]  # model, tag and seed; name of the model
 
 GENERAL = (
@@ -66,8 +66,8 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
     """
     name = result.task
     if name in _QUESTIONS:
-        whole = result.config.get("data", {}).get("sentences") is None
-        name = "cnn-full" if whole else "cnn"
+        full = result.config.get("data", {}).get("sentences") is None
+        name = "cnn-full" if full else "cnn"
     read = configs.read_yaml(configs.find(name))
     chosen = configs.for_model(read, result.model)
     paper = configs.from_mapping({"task": result.task, **chosen})
@@ -98,7 +98,7 @@ def sentences(results: Iterable[Result]) -> list[str]:
         runs.setdefault(where, {})[run] = model
         for name, (paper, ours) in changed(result).items():
             if name == "normalization.gamma" and result.gamma_tag is not None:
-                continue  # the sweep varies it
+                continue  # the sweep varies gamma
             key = name, _shown(paper), _shown(ours)
             differing.setdefault(key, {}).setdefault(where, {})[run] = model
     texts = []
@@ -121,8 +121,9 @@ def _named(where: str, some: Runs, every: Runs) -> str:
     if some == every and len(models) > 1:
         return where
     seeds = {seed for _, _, seed in some}
-    whole = all(run in some for run, model in every.items() if model in models)
-    which = "" if whole else f", seed{'s' * (len(seeds) > 1)} {', '.join(map(str, sorted(seeds)))}"
+    all_seeds = all(run in some for run, model in every.items() if model in models)
+    listed = ", ".join(map(str, sorted(seeds)))
+    which = "" if all_seeds else f", seed{'s' * (len(seeds) > 1)} {listed}"
     return f"{where} ({', '.join(models)}{which})"
 
 

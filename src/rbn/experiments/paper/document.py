@@ -193,13 +193,13 @@ def markdown_page(title: str, blocks: Sequence[Block]) -> str:
 
 
 def _printable(page: str) -> str:
-    """Replace control characters, which a terminal that shows the page would obey."""
+    """Replace control characters, which a terminal that shows the page would interpret."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
 def _plain(text: str) -> str:
     """Escape Markdown's emphasis (as in BN-e**), HTML and links."""
-    # Not every renderer takes a backslash before <: Python-Markdown still makes a tag of it.
+    # Not every renderer honours a backslash before <: Python-Markdown still makes a tag of it.
     return re.sub(r"([*\[\]])", r"\\\1", _one_line(text)).replace("<", "&lt;")
 
 

@@ -30,7 +30,7 @@ _SECONDS = {
     },
     "cuda": {"digits": 0.004, "mnist": 0.015, "pmnist": 0.015, "ptb": 0.006, "text8": 0.05},
 }
-_WHOLE = 2.0  # whole documents take this many times as long as four sentences
+_FULL_DOCUMENTS = 2.0  # full documents take this many times as long as four sentences
 _OTHERWISE = {"cpu": 1.0, "cuda": 0.02}
 _TESTING = {"cpu": 1.2, "cuda": 1.15}  # adds evaluations and the test
 
@@ -61,7 +61,7 @@ def seconds_of(config: Config, device: torch.device, results: Iterable[Result]) 
     rates = _SECONDS.get(device.type, {})
     rate = rates.get(config.task, _OTHERWISE.get(device.type, 1.0))
     if config.task in _QUESTIONS and config.data.get("sentences") is None:
-        rate *= _WHOLE
+        rate *= _FULL_DOCUMENTS
     return rate * steps_of(config) * _TESTING.get(device.type, 1.2)
 
 

@@ -44,7 +44,7 @@ def _origin(results: Iterable[Result]) -> str:
 
 
 def figure(name: str, results: ResultSet) -> Figure:
-    """One of the paper's figures, by its name."""
+    """Make one of the paper's figures, by its name."""
     makers = {
         "fig1a": _gradient_flow,
         "fig1b": _derivative,
@@ -60,7 +60,7 @@ def figure(name: str, results: ResultSet) -> Figure:
 
 
 def _learning_curves(results: ResultSet, task: PaperTask, models: Sequence[str]) -> _Curves:
-    """Validation curves of some models; with both kinds of statistics if they differ."""
+    """Validation curves of some models, with both kinds of statistics if they differ."""
     curves = _Curves()
     for model, every in task.comparable(results.runs, models).items():
         group = finished(every)
@@ -141,7 +141,7 @@ def _measured(results: ResultSet, kind: str) -> list[Result]:
 
 def _lengths(results: ResultSet) -> Figure:
     task = results.tasks["ptb"]
-    lines, missing, whole = list(results.paper_lines("fig3b").values()), [], []
+    lines, missing, totals_by_model = list(results.paper_lines("fig3b").values()), [], []
     groups = task.comparable(_measured(results, "lengths"), ("lstm", "bn-lstm"))
     for model, group in groups.items():
         measured, totals = [], []
@@ -155,11 +155,11 @@ def _lengths(results: ResultSet) -> Figure:
             lines.append(mean_line(same))
         if totals:
             mean = sum(totals) / len(totals)
-            whole.append(f"{NAMES[model]} {mean:.3f}")
+            totals_by_model.append(f"{NAMES[model]} {mean:.3f}")
     caption = "Bits per character on the test sequence, cut into windows of growing length."
     caption += _origin(result for group in groups.values() for result in group)
-    if whole:
-        caption += f" Whole sequence: {', '.join(whole)}."
+    if totals_by_model:
+        caption += f" Whole sequence: {', '.join(totals_by_model)}."
     panel = Panel(task.title, "window length in characters", _BITS, tuple(lines))
     return Figure("fig3b", "Longer sequences than in training", caption, (panel,), tuple(missing))
 
@@ -218,7 +218,7 @@ def note_on_rates(shown: Sequence[Result]) -> str:
 
 
 def _after_start(line: Line) -> Line:
-    """A line without step 0, which a logarithmic axis cannot show."""
+    """A copy of a line without step 0, which a logarithmic axis cannot show."""
     kept = [k for k, x in enumerate(line.x) if x > 0]
     columns = (line.x, line.y, line.low, line.high)
     x, y, low, high = (tuple(c[k] for k in kept) if c else () for c in columns)
@@ -256,10 +256,10 @@ def _stationarity(results: ResultSet) -> Figure:
 
 
 def _loss(name: str, part: str) -> tuple[str, float]:
-    """The column of a learning curve with the cross-entropy, and its factor to nats."""
+    """The column of a learning curve that has the cross-entropy, and its factor to nats."""
     if part == "train":
         return "train", 1.0
-    # Images are measured in accuracy, with the loss in its own column; texts in bits.
+    # For images the metric is accuracy and the loss has its own column; texts are in bits.
     return ("valid_batch_nats", 1.0) if name == "pmnist" else ("valid_batch", math.log(2))
 
 
@@ -293,7 +293,7 @@ def _sensitivity(results: ResultSet) -> Figure:
                 if series.startswith(f"{of_paper} {part} ")
             ]
             field, factor = _loss(name, part)
-            without_loss = []  # published before the loss was recorded
+            without_loss = []  # results from before the loss was recorded
             for gamma, runs in sorted(own.items()):
                 label = f"gamma={gamma:.2f}" if gamma >= 0.01 else f"gamma={gamma:g}"
                 line = mean_curve(runs, field, label, "", factor)

@@ -21,7 +21,7 @@ from rbn.nn import PopulationStatistics
 
 
 def shared_stats(seeds: int, steps: int) -> Finding:
-    """Test with population statistics averaged over time instead of one per step."""
+    """Test with population statistics averaged over time instead of separate ones per step."""
     config = on_digits("normalization.input_stats=step")
     rows, own, averaged = [], [], []
     for seed in range(1, seeds + 1):

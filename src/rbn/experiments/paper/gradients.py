@@ -54,9 +54,8 @@ def gradient_norms(
 ) -> Tensor:
     """The gradient norm at every hidden state of an RNN before training, ``[G, T]``.
 
-    The loss is the mean cross-entropy of the sequences at the last step. The norm is computed for
-    each sequence and averaged, which matches the paper's last value (100 sequences, orthogonal
-    classifier).
+    The loss is the mean cross-entropy at the last step. The norm is computed for each sequence and
+    averaged, which matches the paper's last value (100 sequences, orthogonal classifier).
 
     Args:
         data: one minibatch.

@@ -35,7 +35,7 @@ def digits_after_black_pixels() -> Splits:
 
 
 def plain_gradient(inputs: Tensor, labels: Tensor, noise: float, seed: int = 1) -> float:
-    """The gradient norm of the recurrent weights, computed with equations 6 to 8 literally.
+    """The gradient norm of the recurrent weights, from a literal computation of equations 6 to 8.
 
     The layers of `rbn` differ in one way: while all rows of a batch are identical, constant terms
     pass on no gradient.

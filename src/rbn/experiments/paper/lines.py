@@ -19,7 +19,7 @@ class Line:
     """One line of a panel.
 
     Attributes:
-        series: what it shows, such as ``BN-LSTM``; lines of the same series share a colour.
+        series: what it shows, such as ``BN-LSTM``. Lines of the same series share a colour.
         source: ``paper`` or ``ours``.
         x: from left to right.
         y: the values at `x`.
@@ -91,7 +91,7 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
 
 def write_csv(panels: Iterable[Panel], path: Path) -> None:
-    """Write one row for each point; identical lines of the paper only once."""
+    """Write one row per point. Identical lines of the paper are written only once."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)

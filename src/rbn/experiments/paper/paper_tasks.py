@@ -22,8 +22,9 @@ class PaperTask:
             paper and appear under their own names.
         tags: tags that belong to it; None accepts all except those of sweeps over gamma and of
             grids of learning rates.
-        whole_documents: for questions, whether documents are whole or cut to four sentences.
-        stand_in: whether small embedded data replace the paper's.
+        whole_documents: for questions, whether documents are complete or cut to four sentences;
+            None accepts both.
+        stand_in: whether small embedded data replace the paper's data.
     """
 
     title: str
@@ -55,7 +56,7 @@ class PaperTask:
         return not self.stand_in and all(r.task == self.tasks[0] for r in results)
 
     def groups(self, results: Iterable[Result], model: str) -> list[list[Result]]:
-        """A model's results, one group of seeds for each settings, the paper's settings first."""
+        """A model's results, one group of seeds per settings, the paper's settings first."""
         groups: dict[tuple[int, int, str], list[Result]] = {}
         for result in results:
             if result.model == model and self.includes(result):
@@ -89,7 +90,7 @@ class PaperTask:
 
 
 def _with_finished_runs(groups: list[list[Result]]) -> list[list[Result]]:
-    """The groups with a run that did not diverge; all groups if there is none."""
+    """The groups that have a run that did not diverge; all groups if there is none."""
     return [g for g in groups if any(r.diverged_at is None for r in g)] or groups
 
 

@@ -19,7 +19,7 @@ FIGURE_TARGETS = (
 FINDING_TARGETS = ("shared-stats", "small-gamma", "no-noise", "data-start")
 TARGETS = (*TABLE_TARGETS, *FIGURE_TARGETS, *FINDING_TARGETS)
 RECIPES = ("short", "paper", "quick")
-SHORT = ("rmsprop", "short")  # tags of the recipe short; a task uses the first it has
+SHORT = ("rmsprop", "short")  # tags of the recipe "short"; a task uses the first it has
 SWEEP = (0.1, 0.3, 0.5, 0.7, 1.0)  # initial gammas of Figure 6
 QUESTIONS = ("cnn-built", "cnn")  # built from articles; the paper's archive
 READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
@@ -36,7 +36,7 @@ _QUICK = {
     "cnn-full": ("cloze", "cloze", ("tag=quick", "epochs=2", "evaluate_every=20")),
 }
 _QUICK_SWEEP: dict[str, tuple[str, ...]] = {"pmnist": ("epochs=4",), "ptb": ()}
-# Figure 6 compares learning curves at a constant rate, for which the first epochs are enough.
+# Figure 6 compares learning curves at a constant rate; the first epochs are enough for that.
 # On images the optimizer is that of the authors' code, with a decay of 0.5.
 _SWEEP = {
     "pmnist": ("epochs=40", "optimizer.alpha=0.5", "optimizer.momentum=0"),
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command that trains it, without the seed."""
+        """The command that trains it, without a seed."""
         base = "" if self.base == self.task else f" --config {self.base}"
         changes = "".join(f" --set {setting}" for setting in self.settings)
         return f"rbn train {self.task} --model {shlex.quote(self.model)}{base}{changes}"
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The name in lists and progress."""
+        """The name shown in lists and progress."""
         return f"{self.config.task}, {self.config.name}, seed {self.seed}"
 
     @property
@@ -160,7 +160,7 @@ def needed(
     precision: str | None = None,
     questions: str = QUESTIONS[0],
 ) -> list[Run]:
-    """All runs of some targets, each once. Targets in `ONE_SEED` need only the first seed.
+    """All runs of some targets, without duplicates. Targets in `ONE_SEED` need only one seed.
 
     Args:
         targets: names of targets.

@@ -142,7 +142,7 @@ def mean_curve(
 ) -> Line | None:
     """Mean and range over runs of one field of the learning curves, at their common steps.
 
-    Runs published before the field was recorded are left out; None if no run has it.
+    Ignores runs from before the field was recorded. Returns None if no run has it.
     """
     known = ([row for row in result.curve if field in row] for result in results)
     curves = [{row["step"]: row[field] * factor for row in rows} for rows in known if rows]

@@ -21,7 +21,7 @@ class QuestionBaselines:
 
     Attributes:
         task: name of the set.
-        sentences: number of sentences of each document; None: the whole document.
+        sentences: number of sentences per document; None means full documents.
         part: ``"train"``, ``"valid"`` or ``"test"``.
         questions: number of questions.
         ceiling: share of the questions whose answer is in the text.

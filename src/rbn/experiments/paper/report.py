@@ -93,8 +93,8 @@ def write_report(results: ResultSet, folder: Path, compared: Path | None = None)
 def _headline(rows: dict[str, list[Row]], first_figure: Image | None) -> list[Block]:
     """The introduction, the most important numbers and a figure.
 
-    Readers of other data than the paper's are not among them: with the paper's learning rates,
-    which differ, their order says nothing about normalization.
+    Leaves out readers of other data than the paper's: with the paper's learning rates, which
+    differ, their order says nothing about normalization.
     """
     cards = []
     for table_rows in rows.values():
@@ -168,11 +168,11 @@ def _comparable(rows: Sequence[Row]) -> dict[str, Row]:
 
 def _fair_comparison(path: Path | None) -> list[Block]:
     rows = comparison.read_comparison(path) if path else []
-    found = comparison.compare(rows)
-    if not found:
+    comparisons = comparison.compare(rows)
+    if not comparisons:
         return []
     cells: list[Sequence[str]] = []
-    for each in found:
+    for each in comparisons:
         cells += [(each.title,), *each.rows]
     blocks: list[Block] = [
         Heading("What does normalization buy you?"),
@@ -182,7 +182,7 @@ def _fair_comparison(path: Path | None) -> list[Block]:
             "within a task only: several runs shared the GPU, so times of different tasks are not "
             "comparable."
         ),
-        Items([each.verdict for each in found]),
+        Items([each.verdict for each in comparisons]),
         Grid("Fair comparison, test results", comparison.COLUMNS, cells),
     ]
     uncertain = comparison.exceptions(rows)
@@ -216,9 +216,9 @@ def _paper_and_ours(
 ) -> list[Block]:
     blocks: list[Block] = []
     for section in _SECTIONS:
-        found = _section(section, results, rows, images)
-        if found:
-            blocks += [Heading(section.title, 3), *found]
+        own = _section(section, results, rows, images)
+        if own:
+            blocks += [Heading(section.title, 3), *own]
     if not blocks:
         return []
     note = (
@@ -334,7 +334,7 @@ def _worse_than_baseline(
 def _reproduce_commands(name: str, rows: Sequence[Row]) -> list[str]:
     """The ``rbn reproduce`` commands for the rows of a recipe, with their precision.
 
-    Rows with other settings have their own commands.
+    Rows with other settings have commands of their own.
     """
     commands: dict[str, str] = {}  # by the settings of their rows
     for recipe, questions in product(("short", "paper"), QUESTIONS):
@@ -371,13 +371,13 @@ def _label(name: str) -> str:
     return f"{kind} {name.removeprefix('table').removeprefix('fig')}"
 
 
-def _image(found: Figure, folder: Path) -> Image:
-    caption = found.caption
-    if found.missing:
-        caption += f" Still missing: {'; '.join(found.missing)}."
-    title = f"{_label(found.name)}: {found.title}"
-    paths = folder / f"{found.name}.svg", folder / f"{found.name}.csv"
-    return Image(*paths, title, caption, large=len(found.panels) > 1)
+def _image(drawn: Figure, folder: Path) -> Image:
+    caption = drawn.caption
+    if drawn.missing:
+        caption += f" Still missing: {'; '.join(drawn.missing)}."
+    title = f"{_label(drawn.name)}: {drawn.title}"
+    paths = folder / f"{drawn.name}.svg", folder / f"{drawn.name}.csv"
+    return Image(*paths, title, caption, large=len(drawn.panels) > 1)
 
 
 def _more(results: ResultSet, images: dict[str, Image]) -> list[Block]:

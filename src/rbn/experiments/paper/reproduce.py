@@ -1,4 +1,4 @@
-"""Reproduces tables and figures: trains the missing runs, reuses the others."""
+"""Reproduces tables and figures: trains missing runs, reuses the others."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Reproduction:
         self.notes.append(f"{what} was skipped: {why}")
 
     def _groups(self, todo: Sequence[Run]) -> list[list[Run]]:
-        """Runs to train together: on a GPU several of one task with small layers, otherwise one."""
+        """Runs to train together: several small ones of one task on a GPU, otherwise one each."""
         groups: list[list[Run]] = []
         before = None
         for run in todo:
@@ -275,7 +275,7 @@ class Reproduction:
 
 
 def _headline(console: Console, number: int, title: str, seconds: list[float]) -> None:
-    """Print what comes next, and how long it and the rest will take."""
+    """Print the next job, its estimated time, and the time of all remaining ones."""
     console.print(
         f"[{number + 1} of {len(seconds)}] {title}: about {format_duration(seconds[number])}, "
         f"{format_duration(sum(seconds[number:]))} left in total",

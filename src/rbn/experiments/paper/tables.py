@@ -83,7 +83,7 @@ class Row:
 
     @property
     def runs(self) -> str:
-        """The number of runs that count; for those that diverged, their best value before."""
+        """The number of runs that count, and the best values of those that diverged."""
         if not self.results:
             return ""
         counted = finished(self.results)

@@ -74,12 +74,12 @@ def measure_lengths(
 def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
     """The lines in a file of `measure_lengths`, and the value for the whole sequence."""
     points: dict[str, list[tuple[float, float]]] = {}
-    whole = None
+    total = None
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row["length"] == WHOLE:
-                    whole = float(row["bits"])
+                    total = float(row["bits"])
                 else:
                     point = (float(row["length"]), float(row["bits"]))
                     points.setdefault(row["statistics"], []).append(point)
@@ -93,7 +93,7 @@ def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
         name = NAMES[model]
         series = f"{name} {kind} statistics" if "batch" in points else name
         lines.append(Line(series, OURS, x, y))
-    return lines, whole
+    return lines, total
 
 
 def save_statistics(run: Path, results: Path) -> Path:

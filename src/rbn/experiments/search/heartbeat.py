@@ -15,7 +15,7 @@ class Heartbeat:
     """A thread that renews a worker's claim on its trial, and notices when another takes it.
 
     Args:
-        trials: of this worker.
+        trials: this worker's `Trials`.
     """
 
     def __init__(self, trials: Trials) -> None:
@@ -37,12 +37,12 @@ class Heartbeat:
         self._thread.join()
 
     def start(self, number: int) -> None:
-        """Beat for a trial from now on."""
+        """Start to send heartbeats for a trial."""
         with self._lock:
             self._number, self._lost, self._on_lost = number, False, None
 
     def pause(self) -> None:
-        """Beat for no trial."""
+        """Stop sending heartbeats."""
         with self._lock:
             self._number = self._on_lost = None
 

@@ -1,4 +1,4 @@
-"""A sweep as a picture: learning curves, and each setting against the result."""
+"""A plot of a sweep: learning curves, and each setting against the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rbn.experiments.search.status import SweepStatus
 from rbn.training.atomic_files import naming_file
 
-# From the Okabe-Ito palette, which colour-blind readers can tell apart; styles tell apart in grey.
+# From the Okabe-Ito palette, which colour-blind readers can tell apart; line styles help in grey.
 _COLOURS = {
     "complete": "#0072B2",
     "pruned": "#D55E00",
@@ -24,7 +24,7 @@ _WIDTH, _HEIGHT = 4.2, 3.4
 
 
 def check(path: Path) -> None:
-    """Refuse a name that is no picture's, and say what to install where matplotlib is missing."""
+    """Reject a file name that is not a plot's, and check that matplotlib is installed."""
     if path.suffix not in FORMATS:
         raise ValueError(f"plot must be a file ending in {', '.join(FORMATS)}, got {path}")
     try:
@@ -36,7 +36,7 @@ def check(path: Path) -> None:
 
 
 def draw(now: SweepStatus, path: Path) -> None:
-    """Write the picture. The same trials give the same file."""
+    """Write the plot. The same trials give the same file."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def draw(now: SweepStatus, path: Path) -> None:
     rows = math.ceil(panels / columns)
     settings: Any = {"svg.hashsalt": now.name, "svg.fonttype": "path"}
     with matplotlib.rc_context(settings):
-        # A Figure of its own: pyplot would look for a screen and keep the figure.
+        # Not pyplot, which looks for a display and keeps figures open.
         size = (_WIDTH * columns, _HEIGHT * rows)
         picture = Figure(figsize=size, dpi=150, layout="constrained")
         grid: Any = picture.subplots(rows, columns, squeeze=False)
@@ -79,13 +79,13 @@ def _curves(axes: Any, now: SweepStatus) -> None:
             axes.plot(
                 looks, row.curve, linewidth=1.2, alpha=0.8, gid=f"trial-{row.number}", **style
             )
-    axes.set_xlabel("looks at the validation data")
+    axes.set_xlabel("evaluations on the validation data")
     axes.xaxis.get_major_locator().set_params(integer=True)
     _finish(axes, now)
 
 
 def _against(axes: Any, now: SweepStatus, name: str) -> None:
-    """The best figure of each trial over the values of one setting."""
+    """The best validation metric of each trial, over the values of one setting."""
     rows = [row for row in now.rows if name in row.parameters and row.best is not None]
     values = [row.parameters[name] for row in rows]
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)

@@ -18,7 +18,7 @@ PRUNERS = ("none", "median", "percentile", "halving", "hyperband")
 
 
 def need_optuna() -> None:
-    """Say what to install where Optuna is missing; else make it quiet."""
+    """Check that Optuna is installed, and make it quiet."""
     try:
         import optuna
     except ImportError as error:
@@ -29,7 +29,7 @@ def need_optuna() -> None:
 def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     """The sampler of one trial.
 
-    Its random numbers are those of the sweep's seed and the trial's number, so it does not matter
+    Its random numbers depend only on the sweep's seed and the trial's number, so it does not matter
     which worker takes the trial.
     """
     from optuna import samplers
@@ -41,7 +41,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     options = dict(sweep.sampler.options)
     if sweep.sampler.name == "tpe":
         kind = samplers.TPESampler
-        options.setdefault("constant_liar", True)  # trials of other workers count as bad ones
+        options.setdefault("constant_liar", True)  # assumes bad results for running trials
     # Seeds of neighbouring sweeps and trials are far apart, and below 2**32, as NumPy requires.
     seed = (sweep.seed * 1_000_003 + number * 7919) % 2**32
     with warnings.catch_warnings():
@@ -51,7 +51,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
 
 
 def make_pruner(sweep: Sweep) -> BasePruner:
-    """The pruner of a sweep; its steps are looks at the validation data, from 0."""
+    """The pruner of a sweep. Its steps are evaluations on the validation data, from 0."""
     from optuna import pruners
 
     kinds: dict[str, Any] = {
@@ -68,11 +68,11 @@ def make_pruner(sweep: Sweep) -> BasePruner:
 
 
 def check(sweep: Sweep) -> None:
-    """Refuse options that Optuna's classes do not have."""
+    """Reject options that Optuna's classes do not have."""
     for kind, method in (("sampler", sweep.sampler), ("pruner", sweep.pruner)):
         try:
             if "seed" in method.options:
-                raise TypeError("seed is the sweep's own")
+                raise TypeError("seed is set by the sweep")
             if method.name == "grid" and method.options:
                 raise TypeError("it has none")
             if kind == "pruner":
@@ -81,12 +81,12 @@ def check(sweep: Sweep) -> None:
                 make_sampler(sweep, 0)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the options of the {kind} {method.name} do not fit: {error}"
+                f"the options of the {kind} {method.name} are not valid: {error}"
             ) from error
 
 
 def _fixed(point: Mapping[str, Value]) -> BaseSampler:
-    """A sampler that chooses what a point of a grid has."""
+    """A sampler that chooses the values of one point of a grid."""
     from optuna.samplers import BaseSampler
 
     class Fixed(BaseSampler):

@@ -20,7 +20,7 @@ class Choices:
 
     @property
     def examples(self) -> tuple[Value, ...]:
-        """The values that a config must take."""
+        """The values that a config must accept."""
         return self.values
 
 
@@ -29,10 +29,10 @@ class Range:
     """Numbers from `low` to `high`, both included; integers if both are integers.
 
     Attributes:
-        low: the least.
-        high: the greatest.
+        low: smallest number.
+        high: largest number.
         log: whether to sample on a logarithmic scale.
-        step: between the numbers; None: continuous.
+        step: distance between the numbers; None samples a continuous range.
     """
 
     low: int | float
@@ -41,13 +41,13 @@ class Range:
     step: int | float | None = None
 
     @property
-    def whole(self) -> bool:
-        """Whether the numbers are whole."""
+    def is_integer(self) -> bool:
+        """Whether the numbers are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     @property
     def examples(self) -> tuple[Value, ...]:
-        """The values that a config must take."""
+        """The values that a config must accept."""
         return self.low, self.high
 
 
@@ -56,7 +56,7 @@ Space = dict[str, Parameter]
 
 
 def parse(content: Any) -> tuple[Space, ...]:
-    """The search space of a file: one by name, or a list of them."""
+    """Parse the search space of a file: one space, or a list of them."""
     several = content if isinstance(content, list) else [content]
     if not several:
         raise ValueError("space is empty")
@@ -66,7 +66,7 @@ def parse(content: Any) -> tuple[Space, ...]:
 def _one(content: Any) -> Space:
     if not isinstance(content, dict) or not content:
         raise ValueError(
-            f"space must name settings and what to try of each, as in "
+            f"space must name settings and the values to try, as in "
             f"'optimizer.lr: [0.01, 0.001]', got {content!r}"
         )
     return {str(key): _parameter(str(key), value) for key, value in content.items()}
@@ -123,12 +123,12 @@ def _range(key: str, content: Mapping[Any, Any]) -> Range:
     if not (isinstance(low, int) and isinstance(high, int)):
         low, high = float(low), float(high)
     elif isinstance(step, float):
-        raise ValueError(f"space: {key}: step must be whole as low and high are, got {step}")
+        raise ValueError(f"space: {key}: step must be an integer like low and high, got {step}")
     return Range(low, high, log, step)
 
 
 def grid(space: Space) -> list[dict[str, Value]]:
-    """All combinations of a space's values, the last setting varying fastest."""
+    """All combinations of a space's values; the last setting varies fastest."""
     for key, parameter in space.items():
         if isinstance(parameter, Range):
             raise ValueError(f"space: {key} is a range; a grid needs a list of values")

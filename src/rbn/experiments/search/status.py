@@ -31,14 +31,14 @@ class Row:
     """A trial.
 
     Attributes:
-        number: from 0.
+        number: number of the trial, from 0.
         state: one of the values of `STATES`.
-        remark: why it failed, or what else is odd.
+        remark: why it failed, or what else is unusual.
         parameters: its settings.
-        best: the best validation figure so far.
-        curve: the validation figure of every look, in order.
-        steps: training steps up to the last look.
-        seconds: of training up to then.
+        best: its best validation metric so far.
+        curve: the validation metric of every evaluation, in order.
+        steps: number of training steps up to the last evaluation.
+        seconds: training time up to the last evaluation.
     """
 
     number: int
@@ -56,7 +56,7 @@ class SweepStatus:
     """The current state of a sweep.
 
     Attributes:
-        name: of the sweep.
+        name: name of the sweep.
         figure: the validation metric.
         maximize: whether a higher metric is better.
         rows: its trials.
@@ -76,7 +76,7 @@ class SweepStatus:
 
     @property
     def finished(self) -> int:
-        """Trials that are over."""
+        """Number of trials that have ended."""
         return sum(row.state in ("complete", "pruned", "failed") for row in self.rows)
 
     @property
@@ -95,11 +95,11 @@ class SweepStatus:
 
 
 def sweep_status(study: Study) -> SweepStatus:
-    """The sweep of a study."""
+    """The status of a study's sweep."""
     about = description(study)
     total = int(about["trials"])
     maximize = study.direction.name == "MAXIMIZE"
-    # Also those that were finished when there were to be more of them.
+    # Includes trials that were finished before the number of trials was reduced.
     every = study.get_trials(deepcopy=False)
     trials = [t for t in every if t.number < total or t.state.is_finished()]
     identity = about["identity"]
@@ -137,9 +137,9 @@ def _remark(trial: FrozenTrial) -> str:
         return str(attributes[RECORD]["reason"])
     if attributes.get(RECORD, {}).get("state", "RUNNING") != "RUNNING":
         # A kill between two writes, or a damaged storage.
-        return "finished but not marked so: rbn sweep completes it"
+        return "finished but not marked as such: rbn sweep completes it"
     if trial.state.name == "RUNNING" and attributes.get("beat"):
-        # By this machine's clock, only to display.
+        # By this machine's clock; only for display.
         silence = time.time() - attributes["beat"]["time"]
         if silence > SILENT * attributes["beat"]["every"]:
             return f"silent for {silence / 60:.0f} min"

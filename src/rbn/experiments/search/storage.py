@@ -24,16 +24,16 @@ SQLITE = (".db", ".sqlite", ".sqlite3")
 JOURNAL = (".journal", ".jsonl", ".log")
 _LOCKED = 60  # seconds that SQLite waits for other processes
 _SWEEP = "sweep"  # attribute of a study
-_REMEDY = "restore it or remove it; without it, rbn sweep goes on from the runs"
+_REMEDY = "restore it or remove it; without it, rbn sweep rebuilds it from the runs"
 
 
 def default(out: Path) -> str:
-    """The storage of a sweep whose runs are in a folder."""
+    """The default storage of a sweep whose runs are in a folder."""
     return str(out / "sweep.db")
 
 
 def redacted(where: str) -> str:
-    """A storage's name without its password."""
+    """A storage's name without the password."""
     if "://" not in where:
         return where
     parts = urlsplit(where)
@@ -42,7 +42,7 @@ def redacted(where: str) -> str:
 
 
 def open_study(sweep: Sweep, where: str) -> tuple[Study, BaseStorage]:
-    """The study of a sweep, created if it does not exist. Refuses one with other settings.
+    """The study of a sweep, created if it does not exist. Rejects one with other settings.
 
     Raises:
         ValueError: the settings differ, or the storage is damaged; names it.
@@ -82,12 +82,12 @@ def load_study(name: str, where: str) -> Study:
     import optuna
 
     if "://" not in where and not Path(where).exists():
-        raise ValueError(f"there is no sweep {name} yet: there is no {where}")
+        raise ValueError(f"there is no sweep {name} yet: {where} does not exist")
     storage = _open(where)
     with _reading(where):
         try:
             study = optuna.load_study(study_name=name, storage=storage)
-            missing = _SWEEP not in study.user_attrs  # another program's study has none
+            missing = _SWEEP not in study.user_attrs  # another program's study
         except KeyError:
             missing = True
     if missing:
@@ -117,7 +117,7 @@ def _check(study: Study, where: str) -> None:
                 _check_direction(study, about)
                 check_trials(study.get_trials(deepcopy=False))
                 return
-            except ValueError:  # perhaps read while another worker wrote
+            except ValueError:  # may be caused by another worker that is writing
                 if left == 0:
                     raise
                 time.sleep(0.1)
@@ -126,12 +126,12 @@ def _check(study: Study, where: str) -> None:
 def _check_direction(study: Study, about: dict[str, Any]) -> None:
     config = from_mapping(next(iter(about["identity"]["config"].values())))
     if (study.direction.name == "MAXIMIZE") != config.kind.higher_is_better:
-        raise ValueError("the direction of the sweep is not that of its task")
+        raise ValueError("the direction of the sweep does not match its task")
 
 
 @contextlib.contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Inside, an error that is caused by the content of a storage says that it is damaged."""
+    """Inside the ``with`` block, errors caused by a storage's content say that it is damaged."""
     from optuna.exceptions import OptunaError
 
     try:
@@ -144,7 +144,7 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def _open(where: str) -> BaseStorage:
-    """The storage of a name: a file by its ending, else a URL as SQLAlchemy has them."""
+    """Open a storage: a file, by its suffix, or an SQLAlchemy URL."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
@@ -153,8 +153,8 @@ def _open(where: str) -> BaseStorage:
         path = Path(where).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in JOURNAL:
-            # Optuna's other lock stays forever if its holder is killed and the path is relative;
-            # this one expires after half a minute.
+            # Optuna's other lock is never released if its holder is killed and the path is
+            # relative; this one expires after half a minute.
             lock = JournalFileOpenLock(str(path))
             with _reading(where):
                 _check_journal(path)
@@ -174,8 +174,8 @@ def _open(where: str) -> BaseStorage:
 def _check_journal(path: Path) -> None:
     """Check that all lines are JSON and name studies and trials that exist.
 
-    A kill leaves half a line at the end. Optuna ignores one that is damaged there, and operations
-    on trials and studies that do not exist.
+    A kill can leave half a line at the end. Optuna ignores damage there, and operations on trials
+    and studies that do not exist.
     """
     if not path.is_file():
         return
@@ -194,7 +194,7 @@ def _check_journal(path: Path) -> None:
     with contextlib.suppress(json.JSONDecodeError):  # half a line
         _, end = json.JSONDecoder().raw_decode(text)
         if end < len(text):
-            raise ValueError("there is something after the last line")
+            raise ValueError("there is extra text after the last line")
 
 
 def _check_file(url: str) -> None:
@@ -206,13 +206,13 @@ def _check_file(url: str) -> None:
         return
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=_LOCKED)) as connection:
-            (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     except sqlite3.OperationalError as error:
         raise ValueError(f"cannot open the storage {path}: {error}") from error
     except sqlite3.Error as error:
-        found = str(error)
-    if found != "ok":
-        reason = " ".join(found.split())
+        verdict = str(error)
+    if verdict != "ok":
+        reason = " ".join(verdict.split())
         raise ValueError(f"{path} is damaged: {reason}; {_REMEDY}")
 
 
@@ -240,9 +240,9 @@ def _database(url: str, **options: Any) -> RDBStorage:
 
 
 def _one_writer(storage: RDBStorage) -> None:
-    """Let SQLite's transactions start with the write lock.
+    """Make SQLite's transactions start with the write lock.
 
-    Python's driver starts them at the first write, so two workers could both see that a trial is
+    Python's driver takes it at the first write, so two workers could both see that a trial is
     waiting, and then both take it.
     """
     from sqlalchemy import event

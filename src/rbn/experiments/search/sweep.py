@@ -15,7 +15,7 @@ from rbn.experiments.search.space import Choices, Parameter, Space, Value, merge
 
 @dataclass(frozen=True)
 class Method:
-    """A sampler or pruner: its name in sweep files, and options as Optuna calls them."""
+    """A sampler or pruner: its name in sweep files, and Optuna's options."""
 
     name: str
     options: dict[str, Any]
@@ -23,20 +23,20 @@ class Method:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The content of a sweep's file, checked.
+    """The checked content of a sweep file.
 
     Attributes:
-        name: of the file, and of the study in the storage.
+        name: name of the file, and of the study in the storage.
         source: the config's name or path.
-        values: what the config's file says.
-        model: if the search space does not name it.
-        settings: of all trials, by key; they override those of the config.
+        values: content of the config's file.
+        model: the model, unless the search space names it.
+        settings: settings of all trials, by key; they override the config's.
         spaces: the search spaces. A grid may have several, other samplers have one.
         sampler: chooses the settings of trials.
-        pruner: stops trials that look bad.
+        pruner: stops unpromising trials.
         trials: number of trials.
-        seed: of every trial's weights and order, and of the sampler.
-        heartbeat: seconds between heartbeats of a worker.
+        seed: random seed of every trial's weights and data order, and of the sampler.
+        heartbeat: seconds between a worker's heartbeats.
         points: the trials of a grid in order, else None.
     """
 
@@ -67,8 +67,8 @@ class Sweep:
         """The settings of a trial.
 
         Args:
-            parameters: what was chosen, by key.
-            number: of the trial, for its tag; None leaves the config's.
+            parameters: the chosen values, by key.
+            number: number of the trial, for its tag; None keeps the config's tag.
         """
         changed = {**self.settings, **parameters}
         model = changed.pop("model", self.model)
@@ -78,7 +78,7 @@ class Sweep:
         return configs.with_values(config, changed)
 
     def command(self, parameters: Mapping[str, Value], number: int) -> str:
-        """The command that repeats a trial, less the seed."""
+        """The command that repeats a trial, without the seed."""
         config = self.config(parameters, number)
         changed = {**self.settings, **parameters, "tag": config.tag}
         words = ["rbn", "train", config.task, "--model", config.model, "--config", self.source]

@@ -1,4 +1,4 @@
-"""Reads the files of sweeps and checks them before any work."""
+"""Reads and checks sweep files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find(name: str) -> Path:
 
 
 def read(name: str, settings: Sequence[str] = (), trials: int | None = None) -> Sweep:
-    """The sweep of a name or path. Reports every mistake that can be found without the data.
+    """Read a sweep by name or path. Reports every mistake that can be found without the data.
 
     Args:
         name: one of `names`, or a path.
@@ -60,7 +60,7 @@ def _checked(
             raise ValueError(f"{key} is missing")
     settings = content.get("set") or {}
     if not isinstance(settings, dict):
-        raise ValueError(f"set must hold settings by name, got {settings!r}")
+        raise ValueError(f"set must contain settings by name, got {settings!r}")
     settings = {str(key): value for key, value in settings.items()}
     source = _source(str(content["config"]), path)
     sweep = Sweep(
@@ -79,8 +79,8 @@ def _checked(
     for place, keys in (("set", sweep.settings), ("space", sweep.space)):
         if "task" in keys:
             raise ValueError(
-                f"{place}: the task cannot be changed: it is the config's, and the figures of "
-                "different tasks do not compare"
+                f"{place}: the task cannot be changed: the config sets it, and metrics of "
+                "different tasks are not comparable"
             )
     twice = sorted(set(sweep.settings) & set(sweep.space))
     if twice:
@@ -92,15 +92,15 @@ def _checked(
     wanted = content.get("trials") if trials is None else trials
     if sweep.sampler.name == "grid":
         points = _points(sweep)
-        count = len(points) if wanted is None else _whole("trials", wanted, 1)
+        count = len(points) if wanted is None else _integer("trials", wanted, 1)
         if count > len(points):
             raise ValueError(f"trials must be at most the grid's {len(points)}, got {count}")
         return dataclasses.replace(sweep, points=points, trials=count)
     if len(sweep.spaces) > 1:
         raise ValueError(f"a list of spaces is for the sampler grid, not {sweep.sampler.name}")
     if wanted is None:
-        raise ValueError(f"trials is missing: how many {sweep.sampler.name} is to try")
-    return dataclasses.replace(sweep, trials=_whole("trials", wanted, 1))
+        raise ValueError(f"trials is missing: the number of trials for {sweep.sampler.name}")
+    return dataclasses.replace(sweep, trials=_integer("trials", wanted, 1))
 
 
 def _source(name: str, path: Path) -> str:
@@ -117,7 +117,7 @@ def _method(kind: str, content: Any, known: Sequence[str]) -> Method:
     return Method(str(name), options)
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _integer(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return value
@@ -135,8 +135,8 @@ def _seconds(value: Any) -> float:
 
 
 def _check_values(sweep: Sweep, space: Space) -> None:
-    """Check every value of every setting, with the first value of the settings before it."""
-    from rbn.experiments import build  # for the others of this module it is a slow import
+    """Check every value of every setting, with the first values of the settings before it."""
+    from rbn.experiments import build  # slow to import, and only needed here
 
     first: dict[str, Value] = {}
     for key, parameter in space.items():
@@ -144,17 +144,17 @@ def _check_values(sweep: Sweep, space: Space) -> None:
             try:
                 build.check(sweep.config({**first, key: value}))
             except (TypeError, ValueError) as error:
-                raise ValueError(f"space: {key}={value!r} does not fit: {error}") from error
+                raise ValueError(f"space: {key}={value!r} is not valid: {error}") from error
         first[key] = parameter.examples[0]
 
 
 def _points(sweep: Sweep) -> tuple[dict[str, Value], ...]:
-    """The combinations of all grids, without duplicates."""
+    """The points of all grids, without duplicates."""
     unique: dict[str, dict[str, Value]] = {}
     for space in sweep.spaces:
         size = math.prod(len(parameter.examples) for parameter in space.values())
         if size > _LARGEST_GRID:
-            raise ValueError(f"a grid of {size:,} is too large; {_LARGEST_GRID:,} is most")
+            raise ValueError(f"a grid of {size:,} is too large; the limit is {_LARGEST_GRID:,}")
         for point in grid(space):
             unique.setdefault(sweep.config(point).to_json(), point)
     return tuple(unique.values())

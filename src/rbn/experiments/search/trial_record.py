@@ -1,8 +1,8 @@
-"""The record of a trial: what is reported of it, with a checksum against damage in the storage.
+"""The record of a trial: what is reported about it, with a checksum against storage damage.
 
 A record is an attribute of its trial. It covers the trial's settings, its validation curve and its
 outcome. It is stored before the trial's state changes, so a kill between the two leaves an
-unfinished trial with a record that is right.
+unfinished trial with a correct record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def make_record(trial: FrozenTrial, changed: Mapping[str, Any]) -> dict[str, Any
     """The new record of a trial.
 
     Args:
-        trial: as the storage has it.
+        trial: the trial as stored.
         changed: what differs from its last record: ``state``, ``value``, ``reason`` (why it failed
             or diverged), ``step`` and ``seconds``.
     """
@@ -61,13 +61,13 @@ def _matches(trial: FrozenTrial, record: Mapping[str, Any]) -> bool:
         return False
     if not trial.state.is_finished():
         return True
-    right = record["state"] == trial.state.name
+    same_state = record["state"] == trial.state.name
     # Optuna gives a pruned trial a value of its own.
-    return right and (trial.state.name != "COMPLETE" or record["value"] == trial.value)
+    return same_state and (trial.state.name != "COMPLETE" or record["value"] == trial.value)
 
 
 def _covered(trial: FrozenTrial, looks: int | None = None) -> Any:
-    """What a record covers besides its own content; looks: how much of the curve."""
+    """What a record covers besides its own content. looks: how much of the curve to include."""
     from optuna.distributions import distribution_to_json
 
     settings = {
@@ -79,12 +79,12 @@ def _covered(trial: FrozenTrial, looks: int | None = None) -> Any:
 
 
 def with_checksum(content: Mapping[str, Any], covered: Any = None) -> dict[str, Any]:
-    """Content for the storage, with a checksum of it and of what else is covered."""
+    """Content for the storage, with a checksum of it and of `covered`."""
     return {**content, _SUM: _checksum(content, covered)}
 
 
 def is_checked(content: Mapping[str, Any], covered: Any = None) -> bool:
-    """Whether the result of `with_checksum` is what was written."""
+    """Whether the checksum of `with_checksum` matches."""
     bare = {name: value for name, value in content.items() if name != _SUM}
     return content.get(_SUM) == _checksum(bare, covered)
 

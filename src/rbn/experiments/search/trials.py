@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 SILENT = 4  # missing heartbeats after which a worker counts as dead
-_MOST_DEATHS = 3  # of workers on one trial before it fails
+_MOST_DEATHS = 3  # number of workers that may die on a trial before it fails
 _PAUSES = (1, 2, 4, 8, 15)  # seconds between attempts to reach the storage
 
 
@@ -52,9 +52,9 @@ class Trials:
     """A worker's view of the trials of a sweep.
 
     Args:
-        sweep: what is tried.
-        study: of the sweep.
-        storage: of the study.
+        sweep: the sweep.
+        study: the sweep's study.
+        storage: the study's storage.
     """
 
     def __init__(self, sweep: Sweep, study: Study, storage: BaseStorage) -> None:
@@ -62,10 +62,10 @@ class Trials:
         self._study_id = storage.get_study_id_from_name(sweep.name)
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
         self._count = 0
-        self._seen: dict[int, tuple[Any, float]] = {}  # signs of life, and since when they stand
+        self._seen: dict[int, tuple[Any, float]] = {}  # last heartbeat, and when it was first seen
 
     def take(self) -> int | None:
-        """The number of a trial that is this worker's now; None if there is none to be had."""
+        """Claim a trial. Returns its number, or None if none is available."""
         trials = patiently(self._all)
         freed = [trial.number for trial in trials if self._silent(trial) and self._free(trial)]
         waiting = [t.number for t in trials if t.state.name == "WAITING"]
@@ -73,13 +73,13 @@ class Trials:
             if self._claim(number):
                 return number
         if len(trials) < self.sweep.trials:
-            # Two workers may make one too many: its number is beyond the last, so it never runs.
+            # Two workers may create one too many. Its number exceeds the last, so it never runs.
             patiently(lambda: self.study.enqueue_trial({}))
             return self.take()
         return None
 
     def all_finished(self) -> bool:
-        """Whether the sweep is at its end."""
+        """Whether all trials of the sweep are finished."""
         trials = patiently(self._all)
         return len(trials) == self.sweep.trials and all(t.state.is_finished() for t in trials)
 
@@ -88,7 +88,7 @@ class Trials:
         return [trial for trial in trials if trial.number < self.sweep.trials]
 
     def id_of(self, number: int) -> int:
-        """What the storage calls a trial."""
+        """The storage's id of a trial."""
         return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
 
     def _claim(self, number: int) -> bool:
@@ -107,7 +107,7 @@ class Trials:
         return True
 
     def _silent(self, trial: FrozenTrial) -> bool:
-        """Whether a running trial's signs of life have stood still for too long."""
+        """Whether a running trial has had no new heartbeat for too long."""
         if trial.state.name != "RUNNING":
             self._seen.pop(trial.number, None)
             return False
@@ -133,7 +133,7 @@ class Trials:
             dead = [*now.user_attrs.get("dead", []), sign.get("worker", "before its first sign")]
             self._set_attribute(trial.number, "dead", dead)
             if len(dead) >= _MOST_DEATHS:
-                self._fail(trial.number, f"{len(dead)} workers died of it")
+                self._fail(trial.number, f"{len(dead)} workers died while training it")
                 return False
             self._storage.set_trial_state_values(self.id_of(trial.number), TrialState.WAITING)
         except UpdateFinishedTrialError:
@@ -141,7 +141,7 @@ class Trials:
         return True
 
     def frozen(self, number: int) -> FrozenTrial:
-        """A trial as the storage has it."""
+        """The current state of a trial in the storage."""
         return self._storage.get_trial(self.id_of(number))
 
     def beat(self, number: int) -> None:
@@ -160,7 +160,7 @@ class Trials:
         self._storage.set_trial_user_attr(self.id_of(number), key, value)
 
     def record(self, number: int, **changed: Any) -> None:
-        """Store what has changed of a trial, with a checksum (see `make_record`)."""
+        """Store changes of a trial, with a checksum (see `make_record`)."""
         self._set_attribute(number, RECORD, make_record(self.frozen(number), changed))
 
     def begin(self, number: int) -> tuple[Trial, dict[str, Value]]:
@@ -177,10 +177,10 @@ class Trials:
         patiently(lambda: self.record(number, state="RUNNING", value=None, reason=""))
         return trial, parameters
 
-    # The ends of a trial. Each returns False if another worker has taken it.
+    # The ends of a trial. Each method returns False if another worker has taken the trial.
 
     def release(self, number: int) -> bool:
-        """Reset a trial to waiting, for another worker or another time."""
+        """Reset a trial to waiting, for another worker or a later run."""
         from optuna.trial import TrialState
 
         def work() -> None:
@@ -241,7 +241,7 @@ def _suggest(trial: Trial, name: str, parameter: Parameter) -> Value:
         chosen: Value = trial.suggest_categorical(name, parameter.values)
         return chosen
     low, high, log = parameter.low, parameter.high, parameter.log
-    if parameter.whole:
+    if parameter.is_integer:
         step = int(parameter.step or 1)
         return trial.suggest_int(name, int(low), int(high), step=step, log=log)
     return trial.suggest_float(name, low, high, step=parameter.step, log=log)

@@ -43,14 +43,14 @@ class Job:
     """The job of a worker.
 
     Attributes:
-        sweep: whose trials.
-        storage: where they are kept.
+        sweep: the sweep.
+        storage: where its trials are stored.
         out: folder of the runs.
-        device: to train on.
-        root: where the data are; ``RBN_DATA`` by default.
-        until: time, as `time.monotonic` gives it, at which to save and stop; None has no limit. It
-            holds for all processes of this machine, and does not follow changes of the clock.
-        threads: of the CPU; None leaves them.
+        device: the device to train on.
+        root: the data folder; ``RBN_DATA`` by default.
+        until: when to save and stop, as a value of `time.monotonic`; None: no limit. The same for
+            all processes on this machine, and independent of changes to the clock.
+        threads: number of CPU threads; None keeps the default.
     """
 
     sweep: Sweep
@@ -62,7 +62,7 @@ class Job:
     threads: int | None = None
 
     def folder(self, number: int) -> Path:
-        """The run of a trial."""
+        """The run folder of a trial."""
         return self.out / f"trial-{number:04d}"
 
 
@@ -71,7 +71,7 @@ class Worker:
 
     Args:
         job: what to do.
-        say: called with a line for the user.
+        say: called with a line of text for the user.
         console: for a progress bar; None shows none.
     """
 
@@ -89,10 +89,10 @@ class Worker:
         """Train until the sweep is finished, or return False when the time runs out.
 
         Raises:
-            TooManyFailed: when trials fail one after another.
-            KeyboardInterrupt: on Ctrl-C; the trial in hand is saved and waits for the next worker.
+            TooManyFailed: several trials failed in a row.
+            KeyboardInterrupt: Ctrl-C; the current trial is saved and waits for the next worker.
         """
-        # An interrupt inside the storage could leave its lock held, so none is raised there.
+        # An interrupt inside the storage could leave its lock held, so signals are only remembered.
         with remembered() as interrupts:
             return self._work(interrupts)
 
@@ -108,7 +108,7 @@ class Worker:
             return True
         base = job.sweep.config({})
         with interrupts.breakable():
-            # Before taking a trial: missing data do not cost one.
+            # Load data before taking a trial, so that missing data do not cost one.
             TrainingSession([], job.device, job.root, loaded=self._loaded).load(base)
         waited = False
         with Heartbeat(trials) as heartbeat:
@@ -136,13 +136,13 @@ class Worker:
         return False
 
     def _clean(self) -> None:
-        """Free the memory of the last trial, which has reference cycles."""
+        """Free the last trial's memory, which is in reference cycles."""
         gc.collect()
         if self.job.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return math.inf if self.job.until is None else self.job.until - time.monotonic()
 
     def _run(
@@ -171,7 +171,7 @@ class Worker:
         except UpdateFinishedTrialError:
             self.say(f"trial {number}: another worker has finished it")
         except CheckpointError:
-            raise  # the disk is full or broken; the trial is not at fault
+            raise  # the disk is full or broken: not the trial's fault
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             trials.fail(number, reason)
@@ -215,7 +215,7 @@ class Worker:
                 self.say(f"trial {number}: failed: {why}")
         else:
             with interrupts.breakable():
-                for _ in session.results():  # writes them
+                for _ in session.results():  # also writes them
                     pass
             remark = "" if session.diverged is None else f"diverged at step {now.diverged_at}"
             if trials.complete(number, best, remark):
@@ -244,13 +244,13 @@ class _TrialObserver:
             self._say(f"trial {self._trial.number}: resumes at step {trainer.progress.step:,}")
         if self._bar is not None:
             self._bar.add(trainer, task)
-        # The storage lacks them if it was lost, or is another one than before.
+        # The storage lacks earlier evaluations if it was lost or replaced.
         self._store(trainer, [record[task.metric] for record in trainer.progress.history])
         trainer.record_callbacks.append(lambda _: self._report(trainer, task.metric))
         self._heartbeat.when_lost(trainer.stop)
 
     def _report(self, trainer: Trainer, metric: str) -> None:
-        if self._heartbeat.lost:  # the trial and its record are another worker's
+        if self._heartbeat.lost:  # the trial and its record now belong to another worker
             return
         self._store(trainer, [record[metric] for record in trainer.progress.history])
         if patiently(self._trial.should_prune):
@@ -258,7 +258,7 @@ class _TrialObserver:
             trainer.stop()
 
     def _store(self, trainer: Trainer, curve: Sequence[float]) -> None:
-        """Store the evaluations that are not stored yet, and how far the run is."""
+        """Store new evaluations, and the progress of the run."""
         now, number = trainer.progress, self._trial.number
         for look, value in enumerate(curve):
             if look not in self._known:  # after a kill, repeated evaluations have the same values

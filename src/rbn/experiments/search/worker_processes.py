@@ -16,14 +16,14 @@ from rbn.experiments.search.worker import Job, TooManyFailed, Worker
 from rbn.training import CheckpointError, interrupt
 
 INTERRUPTED, OUT_OF_TIME = 130, 3
-_TICK = 0.1  # seconds between looks at what was interrupted
+_TICK = 0.1  # seconds between checks for interrupts
 
 
 def run(jobs: Sequence[Job], say: Callable[[str], None]) -> list[int]:
-    """Start a worker for each job, and return their exit codes when all have ended.
+    """Start a worker for each job. Returns their exit codes when all have ended.
 
-    Ctrl-C or SIGTERM lets them save, and their exit code is then 128 and the signal's number. A
-    second one does not wait for that.
+    After Ctrl-C or SIGTERM the workers save, and their exit code is 128 plus the signal's number. A
+    second signal does not wait for that.
     """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     # A worker stops when its end of the pipe is closed, which the system does if we are killed.
@@ -66,15 +66,15 @@ def run(jobs: Sequence[Job], say: Callable[[str], None]) -> list[int]:
 
 
 def _tell(pipes: Sequence[tuple[Any, Any]]) -> None:
-    """Let the workers save and stop."""
+    """Tell the workers to save and stop."""
     for _, writer in pipes:
         writer.close()
 
 
 def _main(job: Job, number: int, told: Any) -> None:
-    """A worker's process."""
+    """The main function of a worker process."""
     if hasattr(os, "setsid"):
-        os.setsid()  # a terminal's Ctrl-C reaches the parent alone, which tells us once
+        os.setsid()  # only the parent gets a terminal's Ctrl-C, and tells us once
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt.started(forget=True)
     interrupt.handle_signals()
@@ -84,14 +84,14 @@ def _main(job: Job, number: int, told: Any) -> None:
 
 
 def _wait_until(told: Any) -> None:
-    """Stop this process as Ctrl-C would when it is told to, or its parent is no more."""
-    with contextlib.suppress(OSError):  # so it is on Windows
+    """Interrupt this process, like Ctrl-C, when told to or when the parent is gone."""
+    with contextlib.suppress(OSError):  # raised on Windows
         told.poll(None)
     interrupt.send_to_main()
 
 
 def _work(job: Job, number: int) -> int:
-    """The exit code of a worker."""
+    """Run a worker. Returns its exit code."""
     from optuna.exceptions import OptunaError
 
     from rbn.experiments.search.sampling import need_optuna

@@ -124,8 +124,8 @@ def test_measuring_a_text(text_run):
     [
         (["--split", "exam"], "split must be one of train, valid, test, got 'exam'"),
         (["--stats", "both"], "stats must be one of population, batch, got 'both'"),
-        (["--length", "1"], "length must be a number from 2 up or full, got '1'"),
-        (["--length", "\u00b2"], "length must be a number from 2 up or full, got '\u00b2'"),
+        (["--length", "1"], "length must be an integer of at least 2, or full, got '1'"),
+        (["--length", "\u00b2"], "length must be an integer of at least 2, or full, got '\u00b2'"),
         (["--length", "full", "--stats", "batch"], "it needs stats population"),
         (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
     ],
@@ -218,7 +218,7 @@ def test_publishing_without_a_curve(digits_runs, tmp_path):
     (run / "result.json").write_bytes((digits_runs / "bn-lstm-seed1/result.json").read_bytes())
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
-    assert "has no learning curve: there is no metrics.jsonl" in words(done.output)
+    assert "has no learning curve: it has no metrics.jsonl" in words(done.output)
     (run / "metrics.jsonl").touch()
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2

@@ -303,8 +303,8 @@ def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("5", "line 5: it must hold figures by name, got 5"),
-        ("[1]", "line 5: it must hold figures by name, got [1]"),
+        ("5", "line 5: it must contain numbers by name, got 5"),
+        ("[1]", "line 5: it must contain numbers by name, got [1]"),
         ('{"step": 1}', "line 5: seconds must be a number, got None"),
         ('{"step": true}', "line 5: step must be a number, got True"),
         ("{", "line 5: Expecting"),

@@ -57,7 +57,7 @@ def test_unknown_characters_are_named() -> None:
 
 
 def test_symbols_must_differ() -> None:
-    with pytest.raises(ValueError, match="different"):
+    with pytest.raises(ValueError, match="differ from each other"):
         Text.of("ab", "", "", "aba")
 
 

@@ -382,7 +382,11 @@ def test_asking_on_the_command_line(run, tmp_path):
         ("Ann won .", None, "rbn: a question is needed: --question '... @placeholder ...'\n"),
         ("", "@placeholder won", "is empty\n"),
         ("@entity1 " * 30, "@placeholder won", ""),
-        (" ".join(f"@entity{k}" for k in range(40)), "@placeholder won", "the model knows 12\n"),
+        (
+            " ".join(f"@entity{k}" for k in range(40)),
+            "@placeholder won",
+            "the model knows only 12\n",
+        ),
     ],
 )
 def test_what_cannot_be_asked(run, tmp_path, text, question, sentence):

@@ -106,7 +106,7 @@ def test_ranges_and_choices(make):
     )
     assert sweep.space["optimizer.lr"] == Range(1e-4, 1.0, log=True)
     assert sweep.space["patience"] == Range(4, 8, step=2)
-    assert sweep.space["patience"].whole
+    assert sweep.space["patience"].is_integer
     assert sweep.space["model"] == Choices(("lstm", "bn-lstm"))
     assert (sweep.trials, sweep.maximize, sweep.points) == (5, True, None)
 
@@ -134,23 +134,26 @@ def test_a_config_lies_beside_its_sweep(make, tmp_path):
         ({"space": {"optimizer.lr": []}}, "optimizer.lr has no values"),
         ({"space": {"optimizer.lr": [1, 1]}}, "optimizer.lr has 1 twice"),
         ({"space": {"optimizer.lr": [[1]]}}, "numbers, words, true, false or null"),
-        ({"space": {"optimizer.lr": ["fast"]}}, "space: optimizer.lr='fast' does not fit"),
-        ({"space": {"optimizer.lr": [0.1, -1.0]}}, "optimizer.lr=-1.0 does not fit: .*-1.0"),
-        ({"space": {"optimizer.beta": [1]}}, "optimizer.beta=1 does not fit: .*optimizer.betas"),
-        ({"space": {"layer.foo": [1]}}, "layer.foo=1 does not fit: .*'layer.foo'"),
+        ({"space": {"optimizer.lr": ["fast"]}}, "space: optimizer.lr='fast' is not valid"),
+        ({"space": {"optimizer.lr": [0.1, -1.0]}}, "optimizer.lr=-1.0 is not valid: .*-1.0"),
+        ({"space": {"optimizer.beta": [1]}}, "optimizer.beta=1 is not valid: .*optimizer.betas"),
+        ({"space": {"layer.foo": [1]}}, "layer.foo=1 is not valid: .*'layer.foo'"),
         ({"space": {"depth": [1]}}, "there is no setting 'depth'"),
-        ({"space": {"model": ["gru"]}}, "model='gru' does not fit: model must be one of"),
+        ({"space": {"model": ["gru"]}}, "model='gru' is not valid: model must be one of"),
         ({"space": {"patience": [0]}}, "patience must be an integer of at least 1, got 0"),
         ({"space": {"epochs": [3]}}, "epochs is both set and in the space"),
         ({"space": {"optimizer.lr": {"low": 1, "high": 2}}}, "is a range; a grid needs a list"),
         ({"sampler": "cma"}, "sampler must be one of grid, random, tpe, got 'cma'"),
-        ({"sampler": {"name": "tpe", "n_start": 1}}, "options of the sampler tpe do not fit"),
-        ({"sampler": {"name": "random", "seed": 1}}, "seed is the sweep's own"),
-        ({"sampler": {"name": "grid", "order": 1}}, "options of the sampler grid do not fit"),
+        ({"sampler": {"name": "tpe", "n_start": 1}}, "options of the sampler tpe are not valid"),
+        ({"sampler": {"name": "random", "seed": 1}}, "seed is set by the sweep"),
+        ({"sampler": {"name": "grid", "order": 1}}, "options of the sampler grid are not valid"),
         ({"pruner": "often"}, "pruner must be one of none, median"),
-        ({"pruner": {"name": "median", "after": 1}}, "options of the pruner median do not fit"),
-        ({"pruner": {"name": "percentile", "percentile": 120.0}}, "pruner percentile do not fit"),
-        ({"sampler": "random"}, "trials is missing: how many random is to try"),
+        ({"pruner": {"name": "median", "after": 1}}, "options of the pruner median are not valid"),
+        (
+            {"pruner": {"name": "percentile", "percentile": 120.0}},
+            "pruner percentile are not valid",
+        ),
+        ({"sampler": "random"}, "trials is missing: the number of trials for random"),
         ({"sampler": "tpe", "trials": 0}, "trials must be an integer of at least 1, got 0"),
         ({"sampler": "tpe", "trials": 2, "space": [{"clip": [1]}] * 2}, "list of spaces is for"),
         ({"trials": 3}, "trials must be at most the grid's 2, got 3"),
@@ -158,7 +161,7 @@ def test_a_config_lies_beside_its_sweep(make, tmp_path):
         ({"seed": 2**63}, f"seed must be an integer from 0 .* got {2**63}"),
         ({"seed": True}, "seed must be an integer"),
         ({"heartbeat": 0}, "heartbeat must be a positive number of seconds, got 0"),
-        ({"set": [1]}, "set must hold settings by name"),
+        ({"set": [1]}, "set must contain settings by name"),
         ({"set": {1: 2}}, "there is no setting '1'"),
         ({"set": {"task": "pydoc"}}, "set: the task cannot be changed: it is the config's"),
         ({"space": {"task": ["digits", "pydoc"]}}, "space: the task cannot be changed"),

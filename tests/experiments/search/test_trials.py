@@ -134,7 +134,7 @@ def test_a_trial_that_kills_its_workers_is_given_up(make, tmp_path, monkeypatch,
         clock[0] += SILENT * sweep.heartbeat + 1
     assert workers[3].take() is None
     assert workers[3].all_finished()
-    assert workers[3].frozen(0).user_attrs["record"]["reason"] == "3 workers died of it"
+    assert workers[3].frozen(0).user_attrs["record"]["reason"] == "3 workers died while training it"
 
 
 def test_released_trials_wait(where, make, worker):

@@ -189,7 +189,7 @@ def _list(asked: Reproduction, console: Console) -> None:
     console.print(table)
     todo = sum(1 for row in rows if row[1] != "done")
     console.print(
-        f"{todo} of {len(rows)} runs to do, about {format_duration(total)} on {asked.device.type}."
+        f"{todo} of {len(rows)} to do, about {format_duration(total)} on {asked.device.type}."
     )
     for note in asked.notes:
         console.print(note, soft_wrap=True, highlight=False, markup=False)

@@ -285,7 +285,7 @@ def test_dry_run_changes_nothing(tmp_path):
     publish(tmp_path / "results")
     done = invoke(tmp_path, "all", "--dry-run")
     assert done.exit_code == 0, done.output
-    assert "runs to do, about" in done.output
+    assert "to do, about" in done.output
     assert [p.name for p in tmp_path.iterdir()] == ["results"]
 
 

@@ -24,10 +24,10 @@ def operator_for(definition: Definition, calls: Sequence[Arguments]) -> Operator
 
 
 def joins(definition: Definition, calls: Sequence[Arguments]) -> bool:
-    """Whether to run several calls at once: never, one call keeps all cores busy."""
+    """Whether to run several calls at once: never, because one call keeps all cores busy."""
     return False
 
 
 def tf32_allowed() -> bool:
-    """Whether the operators may use tf32: no CPU has it."""
+    """Whether the operators may use TF32: no CPU has it."""
     return False

@@ -1,9 +1,9 @@
 """The layer-normalized LSTM in the compiled kernel: all time steps in one call.
 
-Its statistics are over the features of each row. So each thread takes its own rows of the minibatch
-through all steps and never waits for the others (kernel_layer.h). The kernel covers float32 on x86
-with AVX2; every other case runs `rbn.ops.cpu.fused_lstm`. Both save the same tensors, so either can
-run the backward pass of the other.
+Its statistics are over the features of each row, so each thread takes its own rows of the minibatch
+through all steps and never waits for the others (kernel_layer.h). The kernel supports float32 on
+x86 with AVX2; `rbn.ops.cpu.fused_lstm` runs every other case. Both save the same tensors, so either
+can run the backward pass of the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, states_of
 from rbn.ops.cpu.layout import Buffers, like_parameter
 from rbn.ops.definition import VECTORS, LSTMArguments
 
-_LINE = 16  # float32 numbers in a line of the caches
+_LINE = 16  # float32 numbers in a cache line
 
 
 def usable(a: LSTMArguments) -> bool:
-    """Whether the kernel covers this case."""
+    """Whether the kernel supports this case."""
     library: Any = load()
     return (
         a.norm == "layer"
@@ -41,7 +41,7 @@ def usable(a: LSTMArguments) -> bool:
 
 
 class _LayerCall(Call):
-    """A call whose missing bias and beta_c are zeros."""
+    """A call that uses zeros for a missing bias or beta_c."""
 
     def __init__(self, a: LSTMArguments) -> None:
         super().__init__(a)
@@ -55,7 +55,7 @@ class _LayerCall(Call):
         self.sizes = (ctypes.c_int64 * len(sizes))(*sizes)
 
     def run(self, sums: Tensor | None = None) -> None:
-        """The forward pass, or the backward pass, which adds to sums ``[threads, 2, numbers]``."""
+        """Run the forward pass, or the backward pass, which adds to sums ``[threads, 2, size]``."""
         address, size = (0, 0) if sums is None else (sums.data_ptr(), sums.shape[2])
         steps = len(self.sizes)
         args = ctypes.addressof(self.args)

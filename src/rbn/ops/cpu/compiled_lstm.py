@@ -1,11 +1,11 @@
 """The LSTM with the compiled step of kernel.c.
 
 A step of the kernel normalizes, applies the nonlinearities and updates the state. On x86 with AVX2
-it also multiplies by W_h, and one call runs all steps; elsewhere PyTorch multiplies, between calls
-of one step. The kernel covers float32 with minibatch statistics, population statistics or none.
-Every other case (and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`, or
-`rbn.ops.cpu.compiled_layer_lstm`. Both save the same tensors, so either can run the backward pass
-of the other.
+it also multiplies by W_h, and one call runs all steps. Elsewhere PyTorch multiplies, between calls
+for one step each. The kernel supports float32 with minibatch statistics, population statistics or
+none. `rbn.ops.cpu.fused_lstm` or `rbn.ops.cpu.compiled_layer_lstm` runs every other case, and
+installations without the compiled library. All save the same tensors, so any of them can run the
+backward pass of another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rbn.ops.identical_rows import lower_rstd
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
-SMALL = 2048  # units times rows below which a second thread costs more than it saves
+SMALL = 2048  # units * rows below which a second thread costs more than it saves
 _BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0", "h0", "packed", "start")
 MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
 _GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", *("d" + name for name in VECTORS))
@@ -40,7 +40,7 @@ _NUMBERS = ("hidden", "keep", "mode_x", "mode_h", "mode_c", "rows_x", "rows_h", 
 
 
 class _Args(ctypes.Structure):
-    """The struct Args of kernel.c."""
+    """The struct Args in kernel.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS),
@@ -89,15 +89,15 @@ def load() -> Any | None:
 
 
 def packed(weights: Sequence[Tensor], parts: int, threads: int) -> Tensor | None:
-    """Weights in the kernel's format, for products ``x @ weight.T``; None without such products.
+    """Weights in the kernel's format, for products ``x @ weight.T``; None if it has no products.
 
     Args:
-        weights: float32 ``[N, K]`` each with its own K, any strides.
-        parts: how many parts of equal size N has, such as gates.
-        threads: how many threads pack.
+        weights: float32 ``[N, K]``, each with its own K and any strides.
+        parts: number of equal parts of N, such as gates.
+        threads: number of threads to use.
 
     Returns:
-        ``[panels, K of all weights, parts, lanes]``: a panel holds `lanes` rows of each part.
+        ``[panels, K of all weights, parts, lanes]``: each panel contains `lanes` rows of each part.
     """
     library: Any = load()
     lanes = library.rbn_panel_lanes()
@@ -118,7 +118,7 @@ def packed(weights: Sequence[Tensor], parts: int, threads: int) -> Tensor | None
 
 
 def _openmp_of_torch() -> tuple[ctypes.c_void_p, ...] | None:
-    """GOMP_parallel and related functions of the OpenMP library in this process, if any."""
+    """GOMP_parallel and related functions of the OpenMP library loaded in this process, if any."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -134,7 +134,7 @@ def _openmp_of_torch() -> tuple[ctypes.c_void_p, ...] | None:
 
 
 def usable(a: LSTMArguments) -> bool:
-    """Whether the compiled step covers this case."""
+    """Whether the compiled step supports this case."""
     return (
         a.input.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and a.norm in ("none", "batch")
@@ -149,7 +149,7 @@ def usable(a: LSTMArguments) -> bool:
 
 
 class Call:
-    """One forward or backward pass: the arguments of the compiled step and what they point to."""
+    """One forward or backward pass: the arguments of the compiled step, and their tensors."""
 
     def __init__(self, a: LSTMArguments) -> None:
         self.library: Any = load()
@@ -169,8 +169,8 @@ class Call:
             assert gamma_x is not None
             self.sequence = SequenceNorm(gamma_x, a.eps, None)
         self.args = args = _Args(hidden=H, eps=a.eps)
-        self.own_terms: list[str] = []  # normalized with minibatch statistics
-        # The steps with enough rows for that come first.
+        self.own_terms: list[str] = []  # terms normalized with minibatch statistics
+        # Number of steps with enough rows for minibatch statistics; these steps come first.
         self.common = sum(n >= layout.fewest for n in self.packing.sizes)
         for term, gamma in (("x", a.gamma_x), ("h", a.gamma_h), ("c", a.gamma_c)):
             mode = _NONE if gamma is None else _GIVEN if a.population else _BATCH
@@ -184,7 +184,7 @@ class Call:
         args.point(c0=self.c0, h0=self.h0, **self.vectors)
         big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
-        # The first row of each step, and the number of rows.
+        # The first row of each step, then the number of rows.
         starts = [0, *itertools.accumulate(self.packing.sizes)]
         self.starts = (ctypes.c_int64 * len(starts))(*starts)
 
@@ -194,13 +194,13 @@ class Call:
         self.args.point(**dict(zip(MOMENTS, self.moments, strict=True)))
 
     def own_steps(self, yes: bool) -> None:
-        """Switch between steps with statistics of their own and steps with constants."""
+        """Switch between steps with statistics of their own (True) and with constants (False)."""
         for term in self.own_terms:
             setattr(self.args, f"mode_{term}", _BATCH if yes else _GIVEN)
             setattr(self.args, f"rows_{term}", self.layout.steps)
 
     def fill_constants(self) -> None:
-        """Set the statistics of the steps with too few rows, after all other steps ran."""
+        """Compute the statistics of the steps with too few rows, after all other steps ran."""
         if self.common == self.layout.steps:
             return
         sizes, eps = self.packing.sizes[: self.common], self.args.eps

@@ -1,6 +1,6 @@
 """The local derivatives of the LSTM's gates, for several steps at once.
 
-In the backward pass everything but the incoming gradients is known from the start:
+In the backward pass, everything except the incoming gradients is known from the start:
 
     d pre_i = d c_t * i (1 - i) g          d pre_f = d c_t * f (1 - f) c_{t-1}
     d pre_g = d c_t * (1 - g^2) i          d pre_o = d h_t * o (1 - o) tanh_c
@@ -46,7 +46,7 @@ class GateDerivatives:
         return ifg[k], o[k], c_hat[k]
 
     def _make_block(self, last: int) -> None:
-        """Compute the block that ends with step `last`; all its steps have the same row count."""
+        """Compute the block that ends with step `last`. All its steps have the same row count."""
         sizes, n, first = self.sizes, self.sizes[last], last
         if last > 0 and sizes[last - 1] == n:
             while first > 1 and last - first + 1 < self.steps and sizes[first - 2] == n:

@@ -21,8 +21,8 @@ class Gates:
     """The new state of each step, and its gradient.
 
     Attributes:
-        beta_h: of the normalization that `transition` is made with, ``[3H]``.
-        dbias: the gradient of the bias, ``[3H]``.
+        beta_h: shift for the normalization in `transition`, ``[3H]``.
+        dbias: gradient of the bias, ``[3H]``.
     """
 
     transition: Transition
@@ -40,15 +40,15 @@ class Gates:
         kept: ``[n, 4H]``, gets r, z, n and u for the backward pass.
         """
         r, z, n, u = kept.chunk(4, dim=1)
-        of_h, of_x = self.transition.terms(t, h)
-        of_x, gates = of_x + self.bias, 2 * self.H
-        torch.add(of_h[:, :gates], of_x[:, :gates], out=kept[:, :gates]).sigmoid_()
-        u.copy_(of_h[:, gates:])
-        torch.addcmul(of_x[:, gates:], r, u, out=n).tanh_()
+        term_h, term_x = self.transition.terms(t, h)
+        term_x, gates = term_x + self.bias, 2 * self.H
+        torch.add(term_h[:, :gates], term_x[:, :gates], out=kept[:, :gates]).sigmoid_()
+        u.copy_(term_h[:, gates:])
+        torch.addcmul(term_x[:, gates:], r, u, out=n).tanh_()
         torch.lerp(n, h, z, out=out)
 
     def backward(self, t: int, kept: Tensor, h: Tensor, dnew: Tensor, dh: Tensor) -> None:
-        """Take the gradient of the state after step t back to the previous state h, into dh."""
+        """Backpropagate the gradient of the state after step t to the previous state h, into dh."""
         r, z, n, u = kept.chunk(4, dim=1)
         dpre = self.transition.gradient_buffer(t)
         dr, dz, dn = dpre.chunk(3, dim=1)

@@ -1,8 +1,8 @@
 """The fused LSTM, equations 2 to 4 and 6 to 8, with a backward pass derived by hand.
 
-One loop serves the plain, the batch-normalized and the layer-normalized LSTM; they differ only in
-the normalization object of each term. There is no autograd node per step; the weight gradient is
-one matrix product over all steps; every step writes into buffers that are allocated once.
+One loop runs the plain, the batch-normalized and the layer-normalized LSTM; they differ only in the
+normalization object of each term. There is no autograd node per step; the weight gradient is one
+matrix product over all steps; every step writes into buffers that are allocated once.
 
 Names: ``pre`` are the pre-activations of the gates, ``cand`` is the cell c_t of equation 7,
 ``cell`` the cell passed on to the next step (they differ under zoneout), ``tanh_c`` the tanh of
@@ -216,7 +216,7 @@ def states_of(r: Saved, hidden: int) -> Tensor:
 
 
 def identical_steps_of(a: LSTMArguments, r: Saved) -> tuple[Tensor, Tensor]:
-    """In which steps the recurrent term, and the cell, may be treated as constant: bool ``[T]``."""
+    """The steps in which the recurrent term, and the cell, can be treated as constant: ``[T]``."""
     variances = [None if rstd is None else variance(rstd, a.eps) for rstd in (r.rstd_x, r.rstd_h)]
     var_c = None if r.rstd_c is None else variance(r.rstd_c, a.eps)
     assert variances[1] is not None

@@ -1,6 +1,6 @@
 """The fused batch-normalized simple RNN and GRU, with a backward pass derived by hand.
 
-Structured like `rbn.ops.cpu.fused_lstm`, with one nonlinearity, or `Gates`, and no cell.
+Structured like `rbn.ops.cpu.fused_lstm`, with one nonlinearity or `Gates`, and without a cell.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
     mean_h: Tensor | None
     rstd_h: Tensor | None
     wh: Tensor | None  # [T * B, G]
-    phi: Tensor | None  # [T * B, H]: the nonlinearity's values, if they are not the states; Gates'
+    phi: Tensor | None  # nonlinearity's values [T * B, H] unless they are the states; or `Gates`'
     hidden: Tensor | None  # [T * B, H], if it is not the output
 
 
@@ -102,7 +102,7 @@ def forward(a: RNNArguments) -> tuple[Tensor, tuple[Tensor], Saved]:
 def _identical_states(
     identical: Sequence[bool], states: Sequence[Tensor], eps: float
 ) -> list[bool]:
-    """In which steps the rows of the previous states ``[B, H]`` are still identical.
+    """The steps in which the rows of the previous states ``[B, H]`` are still identical.
 
     Normalizing with a small variance magnifies differences, so terms that count as constant can
     produce states that do not.

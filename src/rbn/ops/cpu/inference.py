@@ -1,8 +1,8 @@
 """LSTM inference with the compiled kernel, which saves nothing for a backward pass.
 
-Covers float32 on the CPU. Any number of steps of a single sequence is one call of the kernel. On
-x86 with AVX2 that holds for any batch size, and from `_FUSED` rows on the input term is part of it.
-Elsewhere PyTorch multiplies by W_h and the kernel does the rest of each step.
+Supports float32 on the CPU. Any number of steps of a single sequence is one call of the kernel. On
+x86 with AVX2 that holds for any batch size, and from `_FUSED` rows on the call includes the input
+term. Elsewhere PyTorch multiplies by W_h and the kernel does the rest of each step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from rbn.ops.cpu import compiled_lstm, memory
 
 _PER_THREAD = 1 << 17  # multiplications per step that justify another thread
-_FUSED = 32  # rows for which each step makes its own input term
+_FUSED = 32  # rows from which each step computes its own input term
 _COPIES = 16  # steps for which a copy of W_h in another layout saves more than it costs
-# The struct Inference of kernel.c, packed as bytes: filling a ctypes.Structure takes three times as
-# long.
+# The struct Inference of kernel.c, packed as bytes: filling a ctypes.Structure takes three times
+# as long.
 _STRUCT = struct.Struct("=10q3d21Q")
 
 
@@ -32,7 +32,7 @@ def load() -> Any | None:
     library: Any = compiled_lstm.load()
     size = getattr(
         library, "rbn_inference_size", None
-    )  # missing in a file built from older sources
+    )  # missing in a library built from older sources
     if size is None or size() != _STRUCT.size:
         return None
     function = library.rbn_lstm_inference
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The parameters of one layer of an LSTM, as in `rbn.ops.bn_lstm`; absent ones are None."""
+    """The parameters of one LSTM layer, as in `rbn.ops.bn_lstm`; None if absent."""
 
     weight_ih: Tensor  # [4H, I]
     weight_hh: Tensor  # [4H, H]
@@ -71,7 +71,7 @@ def step(
     zoneout: tuple[float, ...],
     pass_normalized_cell: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One step of one sequence, plain or batch-normalized: the new h and c, ``[1, H]`` each.
+    """Run one step of one sequence, plain or batch-normalized. Returns h and c, ``[1, H]`` each.
 
     Shapes: x ``[1, I]``, h and c ``[1, H]``. statistics: of the terms x, h and c. All tensors are
     float32 on the CPU.
@@ -80,7 +80,7 @@ def step(
     weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c = weights
     hidden, inputs = weight_hh.shape[1], weight_ih.shape[1]
     new_h, new_c, terms = torch.empty(1, hidden), torch.empty(1, hidden), torch.empty(8 * hidden)
-    # Keeps all tensors alive until the call returns, including copies.
+    # Keep all tensors alive until the call returns, including copies.
     tensors = [
         tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
         for tensor in (x, weight_ih, weight_hh, gamma_x, gamma_h, bias, gamma_c, beta_c, h, c)
@@ -128,11 +128,11 @@ def sequence(
     zoneout: tuple[float, ...],
     pass_normalized_cell: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """An LSTM with folded normalization: see `rbn.nn.folded.FoldedLSTM` for the equations.
+    """Run an LSTM with folded normalization; see `rbn.nn.folded.FoldedLSTM` for the equations.
 
     Args:
         x: the input ``[T, B, I]``, or the input term W_x x_t ``[T, B, 4H]``.
-        weight_ih: W_x, ``[4H, I]``; None where x is the term.
+        weight_ih: W_x, ``[4H, I]``; None if x is the input term.
         weight_hh: W_h, ``[4H, H]``.
         folded: the scales and shifts.
         h0: ``[B, H]``.

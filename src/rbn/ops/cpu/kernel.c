@@ -1,22 +1,22 @@
 /* One time step of the LSTM, forward and backward, for float32 on the CPU.
  *
- * The batch statistics of a hidden unit are over the rows of the minibatch. So each thread takes a
- * few units, all four gates of them, for all rows: every mean and variance, forward and backward, is
- * its own, and a step is one parallel region. On x86 that includes the product with W_h, whose columns
- * are packed once per call; elsewhere PyTorch multiplies between the steps.
+ * Batch statistics of a hidden unit are over the rows of the minibatch. So each thread takes a few
+ * units, with all four gates, for all rows: it computes every mean and variance of these, forward and
+ * backward, on its own, and a step is one parallel region. On x86 that includes the product with W_h,
+ * whose columns are packed once per call; elsewhere PyTorch multiplies between the steps.
  *
- * C with the vector types of GCC and Clang and no dependency. kernel_step.h works on as many units at
- * a time as a vector register holds; on x86 it is compiled for three instruction sets, of which the
- * processor chooses, and the units that fill no register of the widest go to a narrower one. Nothing
- * here may hide a NaN.
+ * C with the vector types of GCC and Clang, without dependencies. kernel_step.h processes as many units
+ * at a time as a vector register holds. On x86 it is compiled for three instruction sets, and the best
+ * one is chosen at load time; units that do not fill a register of the widest set use a narrower one.
+ * Nothing here may hide a NaN.
  */
 
 #include <stddef.h>
 #include <stdint.h>
 
 #define LINE 16  /* units in a cache line */
-#define CHUNK 64 /* rows whose sum is kept in float32 before it goes into a double */
-#define CHAINS 4 /* sums side by side within a chunk: an addition need not wait for the last one */
+#define CHUNK 64 /* rows to sum in float32 before adding to a double */
+#define CHAINS 4 /* independent sums within a chunk, so that an addition need not wait for the last one */
 #define ROWS 256 /* rows for which a thread has a buffer on its stack */
 
 #ifndef CONSTANT
@@ -31,21 +31,21 @@
 /* How a term is normalized. */
 enum { NONE = 0, BATCH = 1, GIVEN = 2 };
 
-/* All that stays the same over the steps of one call. Row-major, see compiled_lstm.py. */
+/* Everything that stays the same over the steps of one call. Row-major, see compiled_lstm.py. */
 typedef struct {
     int64_t hidden;            /* H */
-    int64_t keep;              /* 1: buffers hold all steps; 0: one step, used again */
+    int64_t keep;              /* 1: buffers hold all steps; 0: one step, reused */
     int64_t mode_x, mode_h, mode_c;
-    int64_t rows_x, rows_h, rows_c; /* rows of given statistics; the last serves all beyond */
+    int64_t rows_x, rows_h, rows_c; /* rows of given statistics; the last serves all later steps */
     double eps;
     float *wx, *wh;            /* [N, 4H]; wx may be null */
     float *gates;              /* [N, 4H], out: after their nonlinearities */
     float *cand, *tanh_c;      /* [N, H], out: the cell and its tanh */
     float *hidden_states;      /* [N, H], out */
     float *c0, *h0;            /* [B, H] */
-    /* W_h for the products of the two passes, see rbn_pack_weights; null where PyTorch multiplies. */
+    /* W_h for the products of both passes, see rbn_pack_weights; null if PyTorch multiplies. */
     const float *packed;
-    const float *start;        /* [N, 4H], may be null: what the product is added to, forward */
+    const float *start;        /* [N, 4H], may be null: added to the forward product */
     float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c; /* any may be null */
     float *mean_x, *rstd_x, *mean_h, *rstd_h, *mean_c, *rstd_c;
     /* The backward pass. */
@@ -61,12 +61,12 @@ typedef struct {
     int backward; /* 0, UNITS or PRODUCT */
 } Step;
 
-/* The two parts of a step of the backward pass: all units, and then the gradient of the last h. */
+/* The two parts of a backward step: all units, and then the gradient of the previous h. */
 enum { UNITS = 1, PRODUCT = 2 };
 
-/* Inference over all steps of a call, without anything that only a backward pass would need. A term
- * is normalized as (term - mean) / sqrt(var + eps) * scale, where an absent (null) mean is 0, an absent
- * divisor 1 and an absent scale 1. Row min(start + t, rows - 1) of each table belongs to step t. */
+/* Inference over all steps of a call, without anything that only a backward pass needs. A term is
+ * normalized as (term - mean) / sqrt(var + eps) * scale; a null mean means 0, a null divisor or scale 1.
+ * Step t uses row min(start + t, rows - 1) of each table. */
 typedef struct {
     int64_t hidden, inputs, batch, start; /* H, I, B, the first time step */
     int64_t joint;                        /* 1: one normalization of W_h h + W_x x */
@@ -75,24 +75,24 @@ typedef struct {
     double eps, zoneout_c, zoneout_h;
     const float *x, *weight_x, *weight_h; /* [T, B, I], [4H, I], [4H, H] */
     const float *packed; /* W_x (if inputs > 0) and W_h from rbn_pack_weights, instead of the others; may be null */
-    float *wx, *wh;      /* [T, B, 4H], [B, 4H]: computed where the weight is not null */
+    float *wx, *wh;      /* [T, B, 4H], [B, 4H]: computed if the weight is not null */
     const float *scale_x, *scale_h, *shift, *scale_c, *shift_c;
     const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
     const float *h, *c;                   /* [B, H], the states before the first step */
     float *output, *c_n;                  /* [T, B, H] and [B, H], out */
 } Inference;
 
-/* All steps of the layer-normalized LSTM, forward or backward. Its statistics are [N], one for each row. */
+/* All steps of the layer-normalized LSTM, forward or backward. Its statistics are [N], one per row. */
 typedef struct {
     const Args *a;
     const int64_t *sizes; /* [steps]: the rows of each step, which do not increase */
     int64_t steps;
-    float *sums;  /* backward: two sets of `size` numbers for each thread, zero, see layer_backward */
+    float *sums;  /* backward: two sets of `size` numbers per thread, initially zero, see layer_backward */
     int64_t size; /* 0: forward */
 } LayerPass;
 
-/* `parts` weights [N, K], one below the other (number k of row n at n * row + k * column, one of which is 1),
- * as panels of `lanes` rows of each part: panel p begins at p * panel, its columns follow each other. */
+/* `parts` weights [N, K], stacked (number k of row n is at n * row + k * column, one of which is 1), to be
+ * packed as panels of `lanes` rows of each part: panel p starts at p * panel, its columns are contiguous. */
 typedef struct {
     const float *weight;
     int64_t N, K, row, column, parts;
@@ -102,13 +102,13 @@ typedef struct {
 
 static int64_t row_at(int64_t rows, int64_t t) { return t < rows ? t : rows ? rows - 1 : 0; }
 
-/* A few neighbouring columns of a matrix: a row every stride numbers. */
+/* A few neighbouring columns of a matrix, with rows `stride` numbers apart. */
 typedef struct {
     float *p;
     int64_t stride;
 } Columns;
 
-/* The four gates of some units: row r of gate q begins at r * stride + q * apart. */
+/* The four gates of some units: row r of gate q starts at r * stride + q * apart. */
 typedef struct {
     float *p;
     int64_t stride, apart;
@@ -116,8 +116,8 @@ typedef struct {
 
 #define TILE_ROWS(lanes) ((lanes) < 16 ? 3 : 6) /* with 4 panels, 12 of 16 registers, or 24 of 32 */
 
-/* How many numbers of the next panels to request at each k, so that n rows request them all. A request
- * brings a line, so that few rows cannot. */
+/* How many numbers of the next panels to prefetch at each k, so that n rows prefetch all of them. One
+ * prefetch loads a cache line, so a few rows cannot. */
 static int64_t ahead(int64_t columns, int64_t lanes, int64_t n) {
     const int64_t numbers = (columns * TILE_ROWS(lanes) + n - 1) / n;
     return numbers <= LINE ? numbers : 0;
@@ -138,14 +138,14 @@ typedef void (*pack_fn)(const Packing *, int64_t, int64_t);
 typedef void (*layer_forward_fn)(const LayerPass *, int64_t, int64_t);
 typedef void (*layer_backward_fn)(const LayerPass *, int64_t, int64_t, float *);
 
-/* The versions this processor runs, the widest first. The last has 4 lanes and takes fewer too. */
+/* The versions that this processor supports, widest first. The last has 4 lanes and accepts fewer, too. */
 typedef struct {
     int lanes;
     block_fn block;
     inference_fn inference;
     product_fn product;
     elementary_fn elementary;
-    /* Products with packed weights and what needs them: null in the base version, where they were not measured. */
+    /* Products with packed weights, and what needs them: null in the base version, which was not measured. */
     gates_fn gates;
     multiply_fn multiply;
     pack_fn pack;
@@ -158,7 +158,7 @@ typedef struct {
     {lanes,        block_##name,    inference_block_##name, product_##name,       elementary_##name,   \
      gates_##name, multiply_##name, pack_##name,            layer_forward_##name, layer_backward_##name}
 static Version known[3] = {NARROW(base, 4)};
-static const Version *versions = known; /* the one in use, and narrower ones */
+static const Version *versions = known; /* the version in use, followed by narrower ones */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 static const int32_t first_of_8[16] = {-1, -1, -1, -1, -1, -1, -1, -1}; /* masks: w lanes from 8 - w on */
@@ -191,7 +191,7 @@ __attribute__((constructor)) static void choose(void) {
 }
 #endif
 
-/* What the threads of one step share: a step of training or, where `inference` is set, of inference. */
+/* What the threads of one step share: a training step or, if `inference` is set, an inference step. */
 typedef struct {
     const Step *step;
     const Inference *inference;
@@ -200,7 +200,7 @@ typedef struct {
     const LayerPass *layer;
 } Work;
 
-/* The products of units first to stop, all four gates of them. */
+/* The products of units first to stop, for all four gates. */
 static void products(const Inference *a, int64_t t, int64_t first, int64_t stop) {
     const int64_t H = a->hidden, G = 4 * H, B = a->batch, I = a->inputs;
     for (int64_t r = 0; r < B; r++) {
@@ -226,7 +226,7 @@ static void recurrent_products(const Step *step, int64_t j, int w) {
                     a->start ? a->start + step->row * 4 * H + j : 0, out, w);
 }
 
-/* The rest of an inference step for units j to stop: the last version takes those that fill no register. */
+/* The rest of an inference step for units j to stop. The last version takes those that do not fill a register. */
 static void inference_units(const Inference *a, int64_t t, int64_t j, int64_t stop, int64_t row, int64_t n,
                             Terms wx, Terms wh) {
     for (const Version *v = versions; j < stop;) {
@@ -237,18 +237,18 @@ static void inference_units(const Inference *a, int64_t t, int64_t j, int64_t st
     }
 }
 
-/* An inference step for units j to stop, which one panel holds: neither term is written to memory, only
- * to the first cache, a few rows at a time. */
+/* An inference step for units j to stop, which one panel covers. Both terms stay in the L1 cache, a few
+ * rows at a time, and are not written to memory. */
 static void packed_inference(const Inference *a, int64_t t, int64_t j, int64_t stop) {
     const int64_t B = a->batch, H = a->hidden, I = a->inputs, lanes = versions->lanes, width = 4 * lanes;
     const int64_t rows = 4 * TILE_ROWS(lanes), step = ahead(width, lanes, B);
     const float *panel = a->packed + j * 4 * (I + H), *next = panel + width * (I + H);
-    float room_x[24 * 64] ALIGNED, room_h[24 * 64] ALIGNED;
+    float buffer_x[24 * 64] ALIGNED, buffer_h[24 * 64] ALIGNED;
     for (int64_t r = 0; r < B; r += rows) {
         const int64_t n = B - r < rows ? B - r : rows, row = t * B + r;
         const float *h = t ? a->output + (row - B) * H : a->h + r * H;
-        const Terms wh = {room_h, width, lanes};
-        Terms wx = {room_x, width, lanes};
+        const Terms wh = {buffer_h, width, lanes};
+        Terms wx = {buffer_x, width, lanes};
         if (I) versions->gates(panel, next, step, a->x + row * I, n, I, 0, wx, (int)lanes);
         else wx = (Terms){a->wx + row * 4 * H + j, 4 * H, H};
         versions->gates(panel + width * I, next + I * step, step, h, n, H, 0, wh, (int)lanes);
@@ -257,7 +257,7 @@ static void packed_inference(const Inference *a, int64_t t, int64_t j, int64_t s
     }
 }
 
-/* Where part `part` of the minibatch begins, such that all parts have as many unpadded positions. */
+/* The first row of part `part` of the minibatch, such that all parts have equally many unpadded positions. */
 static int64_t first_row(const LayerPass *p, int part, int parts) {
     int64_t all = 0, before = 0, row = 0, steps = p->steps; /* steps: the length of the row */
     for (int64_t t = 0; t < steps; t++) all += p->sizes[t];
@@ -275,8 +275,8 @@ static void layer_rows(const LayerPass *p, int thread, int threads) {
     else versions->layer_forward(p, first, stop);
 }
 
-/* The units of one thread. Where rows are whole cache lines threads share none of them. Elsewhere
- * they share some at the borders anyway, and whole registers divide the work more evenly. */
+/* The units of one thread. If rows consist of full cache lines, threads share none of them. Otherwise they
+ * share some at the borders anyway, and full registers divide the work more evenly. */
 static void run(const Work *work, int thread, int threads) {
     const Version *v = versions;
     if (work->layer) {
@@ -320,8 +320,8 @@ static void run(const Work *work, int thread, int threads) {
     }
 }
 
-/* Threads: those of the OpenMP library that PyTorch has loaded, whose functions it is given. A pool
- * of its own would fight with PyTorch's for the cores. */
+/* Threads of the OpenMP library that PyTorch has loaded; we get its functions. A pool of our own would
+ * compete with PyTorch's for the cores. */
 typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
 typedef int (*number_fn)(void);
 static parallel_fn parallel;
@@ -340,7 +340,7 @@ static void launch(Work work, int64_t threads) {
     else run(&work, 0, 1);
 }
 
-/* Steps first to stop. starts: the first row of each step, and the number of rows. */
+/* Runs steps first to stop. starts: the first row of each step, then the number of rows. */
 EXPORT void rbn_lstm_forward_steps(const Args *a, const int64_t *starts, int64_t first, int64_t stop,
                                    int64_t threads) {
     for (int64_t t = first; t < stop; t++) {
@@ -359,17 +359,17 @@ EXPORT void rbn_lstm_backward_steps(const Args *a, const int64_t *starts, int64_
     }
 }
 
-/* The layer-normalized LSTM, see LayerPass; only where a panel has lanes. */
+/* The layer-normalized LSTM, see LayerPass; only if rbn_panel_lanes is not 0. */
 EXPORT void rbn_layer_lstm(const Args *a, const int64_t *sizes, int64_t steps, float *sums, int64_t size,
                            int64_t threads) {
     const LayerPass pass = {a, sizes, steps, sums, size};
     launch((Work){0, 0, a->hidden, 0, 0, &pass}, threads);
 }
 
-/* The lanes of a panel, or 0 where PyTorch's products are used instead. */
+/* The lanes of a panel, or 0 if PyTorch's products are used instead. */
 EXPORT int64_t rbn_panel_lanes(void) { return versions->gates ? versions->lanes : 0; }
 
-/* Packs weights for products x weight^T, see Packing; only where a panel has lanes. */
+/* Packs weights for products x weight^T, see Packing; only if rbn_panel_lanes is not 0. */
 EXPORT void rbn_pack_weights(const float *weight, int64_t N, int64_t K, int64_t row, int64_t column, int64_t parts,
                      float *packed, int64_t panel, int64_t threads) {
     const Packing packing = {weight, N, K, row, column, parts, packed, panel};
@@ -380,14 +380,14 @@ EXPORT void rbn_lstm_inference(const Inference *a, int64_t steps, int64_t thread
     for (int64_t t = 0; t < steps; t++) launch((Work){0, a, a->hidden, t, 0, 0}, threads);
 }
 
-/* For tests: use the version of that index, 0 being the widest; returns its lanes, or 0 if there is none. */
+/* For tests: use the version with this index, 0 being the widest. Returns its lanes, or 0 if it does not exist. */
 EXPORT int64_t rbn_use_version(int64_t index) {
     if (index > 2 || !known[index].lanes || (index && known[index - 1].lanes == 4)) return 0;
     versions = known + index;
     return versions->lanes;
 }
 
-/* For tests: the elementary functions themselves. */
+/* For tests: the elementary functions. */
 EXPORT void rbn_elementary(const float *x, int64_t n, float *sigmoid, float *tanh) {
     versions->elementary(x, n, sigmoid, tanh);
 }

@@ -1,6 +1,6 @@
-/* Inference of the LSTM for one instruction set: part of kernel_step.h, which includes it. */
+/* LSTM inference for one instruction set. Included by kernel_step.h. */
 
-/* out = weight x, rows of n numbers one after the other: one stream is what memory reads fastest. */
+/* out = weight x, rows of n numbers one after another: memory reads a single stream fastest. */
 static void NAME(product)(const float *weight, const float *x, int64_t n, int64_t rows, float *out) {
     for (int64_t r = 0; r < rows; r++, weight += n) {
         V sum[4] = {{0}};
@@ -32,8 +32,8 @@ INLINE void NAME(scale)(const float *scale, const float *mean, const float *var,
     }
 }
 
-/* Rows `first` to `first` + n of a step for w units. The terms are those of these rows and
- * units; h is overwritten. */
+/* Rows `first` to `first` + n of a step for w units. The terms are those of these rows and units;
+ * overwrites h. */
 INLINE void NAME(inference)(const Inference *a, int64_t t, int64_t j, int w, int64_t first, int64_t n,
                             Terms x, Terms h) {
     const int64_t H = a->hidden, G = 4 * H;
@@ -67,7 +67,7 @@ INLINE void NAME(inference)(const Inference *a, int64_t t, int64_t j, int w, int
         NAME(store)(h.p, read, w);
         NAME(store)(h.p + h.apart, NAME(sigmoid)(gate[3]), w);
     }
-    /* In a loop of its own, so that a row need not wait for the tanh of the last one. */
+    /* In a separate loop, so that a row need not wait for the tanh of the previous one. */
     h.p -= n * h.stride;
     for (int64_t r = first; r < first + n; r++, h.p += h.stride) {
         float *out = a->output + (t * a->batch + r) * H + j;

@@ -1,12 +1,12 @@
-/* The layer-normalized LSTM for one instruction set: part of kernel_step.h, which includes it.
+/* The layer-normalized LSTM for one instruction set. Included by kernel_step.h.
  *
  * Statistics are over the features of a row, so a thread takes its own rows through all time steps and
- * never waits for another. Rows are worked on a few at a time, which share what is loaded for a column
- * and whose sums need not wait for each other. */
+ * never waits for another. It processes a few rows at a time: they share what is loaded for a column, and
+ * their sums do not wait for each other. */
 
 #define BLOCK (LANES < 16 ? 2 : 4)
 
-/* v in the first w lanes, else 0. */
+/* v in the first w lanes, 0 in the others. */
 INLINE V NAME(first_lanes)(V v, int w) {
     I lane = {0};
     if (w == LANES) return v;
@@ -24,7 +24,7 @@ INLINE float NAME(sum_of_lanes)(V v) {
     return v[0];
 }
 
-/* What the loops below do for each column k of F: w is LANES, but for the last columns. */
+/* Runs a body for each column k of F. w is LANES, except for the last columns. */
 #define EACH_COLUMN(k, F, ...)                             \
     do {                                                   \
         int64_t k = 0;                                     \
@@ -69,8 +69,8 @@ INLINE void NAME(row_moments)(int R, const float *x, int64_t F, double eps, floa
     }
 }
 
-/* One step of R rows, whose products are in wh. row: the first of them among all steps; kept: its place in
- * the buffers that may have only one step. */
+/* One step of R rows, whose products are in wh. row: the first of them among all steps; kept: its position
+ * in buffers that may have only one step. */
 INLINE void NAME(layer_forward_rows)(int R, const Args *a, int64_t row, int64_t kept, const float *c_prev) {
     const int64_t H = a->hidden, G = 4 * H;
     const float *wh = a->wh + kept * G, *wx = a->wx + row * G;
@@ -84,7 +84,7 @@ INLINE void NAME(layer_forward_rows)(int R, const Args *a, int64_t row, int64_t 
         V product[BLOCK];
 #pragma GCC unroll 4
         for (int n = 0; n < 4; n++) {
-            const int q = n == 1 ? 2 : n == 2 ? 1 : n; /* a gate is used as it is made */
+            const int q = n == 1 ? 2 : n == 2 ? 1 : n; /* a gate is used as soon as it is computed */
             const int64_t col = q * H + j;
             const V gamma_h = NAME(load_columns)(a->gamma_h + col, w);
             const V gamma_x = NAME(load_columns)(a->gamma_x + col, w), bias = NAME(load_columns)(a->bias + col, w);
@@ -113,7 +113,7 @@ INLINE void NAME(layer_forward_rows)(int R, const Args *a, int64_t row, int64_t 
     });
 }
 
-/* The way back through the normalization of a row: dx = a s + (x - m) slope + shift, a = dy gamma. */
+/* The gradient through the normalization of a row: dx = a s + (x - m) slope + shift, a = dy gamma. */
 INLINE void NAME(layer_back)(V sum, V sum_centred, float s, int64_t F, float *slope, float *shift) {
     *shift = -s * NAME(sum_of_lanes)(sum) / (float)F;
     *slope = -s * s * s * NAME(sum_of_lanes)(sum_centred) / (float)F;
@@ -123,7 +123,7 @@ INLINE void NAME(add_columns)(float *to, V v, int w) {
     NAME(store_columns)(to, NAME(load_columns)(to, w) + v, w);
 }
 
-/* The way back through one step of R rows, but for the product. batch_row: the first of them in dh and dc. */
+/* The backward pass of one step of R rows, except for the product. batch_row: their first row in dh and dc. */
 INLINE void NAME(layer_backward_rows)(int R, const Args *a, int64_t row, int64_t batch_row, const float *c_prev,
                                       float *sums) {
     const int64_t H = a->hidden, G = 4 * H;
@@ -139,7 +139,7 @@ INLINE void NAME(layer_backward_rows)(int R, const Args *a, int64_t row, int64_t
     V sum_h[BLOCK] = {{0}}, centred_h[BLOCK] = {{0}}, sum_x[BLOCK] = {{0}}, centred_x[BLOCK] = {{0}};
 
     /* The output. Until the normalizations of both terms, dwh holds gradients before the nonlinearities;
-     * first the cell's in place of the input gate's. */
+     * at first the cell's, in place of the input gate's. */
     EACH_COLUMN(j, H, {
         const V gamma = NAME(load_columns)(a->gamma_c + j, w);
         V all = {0}, all_c = {0};
@@ -179,7 +179,7 @@ INLINE void NAME(layer_backward_rows)(int R, const Args *a, int64_t row, int64_t
         NAME(store_columns)(dc + r * H + j, e * f, w);
     });
 
-    /* The gates: through both normalizations. One pass sums for both, one writes both. */
+    /* The gates, through both normalizations: one pass sums for both, one writes both. */
     EACH_COLUMN(k, G, {
         const V gamma_h = NAME(load_columns)(a->gamma_h + k, w), gamma_x = NAME(load_columns)(a->gamma_x + k, w);
         V all = {0}, all_h = {0}, all_x = {0};
@@ -232,8 +232,8 @@ static void NAME(layer_forward)(const LayerPass *p, int64_t first, int64_t stop)
     }
 }
 
-/* Rows first to stop of the minibatch, back through all steps. sums: two sets of the vectors' gradients,
- * those of one step and those of all. */
+/* Rows first to stop of the minibatch, backward through all steps. sums: two sets of the gradients of the
+ * vectors, one of the current step and one of all steps. */
 static void NAME(layer_backward)(const LayerPass *p, int64_t first, int64_t stop, float *sums) {
     const Args *a = p->a;
     const int64_t H = a->hidden, G = 4 * H, numbers = 3 * G + 2 * H;

@@ -1,19 +1,19 @@
-/* Products of rows with packed weights, for one instruction set: part of kernel_step.h, which includes
- * it. `rbn_pack_weights` of kernel.c makes the panels. A tile of rows and panels keeps its sums in registers. */
+/* Products of rows with packed weights, for one instruction set. Included by kernel_step.h. The panels are
+ * made by `rbn_pack_weights` in kernel.c. A tile of rows and panels keeps its sums in registers. */
 
 #define TILE TILE_ROWS(LANES)
 #define PANELS 4
 
-/* Where panels lie: number k of panel p begins at p * across + k * down. During the product, what follows
- * at `next` is requested, `ahead` numbers for each k. */
+/* Where panels lie: number k of panel p is at p * across + k * down. During the product, `ahead` numbers
+ * from `next` on are prefetched for each k. */
 typedef struct {
     const float *p, *next;
     int64_t across, down, ahead;
 } NAME(Panels);
 
-/* out[r, p] = start[r, p] + x[r] W[p] for R rows and P panels. A panel has w columns that are stored;
- * where w is smaller than LANES the last columns of the panel are zero. start may be null; else it has
- * the strides of out. */
+/* out[r, p] = start[r, p] + x[r] W[p] for R rows and P panels. w columns of each panel are stored; if w is
+ * smaller than LANES, the last columns of the panel are zero. start may be null; it has the strides of
+ * out. */
 INLINE void NAME(tile)(int R, int P, NAME(Panels) panel, const float *x, int64_t K, int64_t stride_x,
                        const float *start, Terms out, int w) {
     V sum[TILE][PANELS];
@@ -35,7 +35,7 @@ INLINE void NAME(tile)(int R, int P, NAME(Panels) panel, const float *x, int64_t
         for (int p = 0; p < P; p++) {
             const float *from = panel.p + p * panel.across + k * panel.down;
             const V weight = NAME(load)(from, LANES);
-            /* A panel is larger than the first cache. */
+            /* A panel is larger than the L1 cache. */
             if (R > 2 && LANES == LINE) __builtin_prefetch(from + 8 * panel.down, 0, 3);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) sum[r][p] += weight * factor[r];
@@ -48,7 +48,7 @@ INLINE void NAME(tile)(int R, int P, NAME(Panels) panel, const float *x, int64_t
             NAME(store_columns)(out.p + r * out.stride + p * out.apart, sum[r][p], w);
 }
 
-/* The same for n rows. */
+/* Like tile, for n rows. */
 INLINE void NAME(tiles)(int P, NAME(Panels) panel, const float *x, int64_t n, int64_t K, int64_t stride_x,
                         const float *start, Terms out, int w) {
     for (int64_t r = 0; r < n;) {
@@ -75,7 +75,7 @@ INLINE void NAME(tiles)(int P, NAME(Panels) panel, const float *x, int64_t n, in
     }
 }
 
-/* The products of n rows with the panels of the four gates of some units, see Panels and tile. */
+/* The products of n rows with the panels of some units' four gates, see Panels and tile. */
 static void NAME(gates)(const float *panel, const float *next, int64_t ahead, const float *x, int64_t n,
                         int64_t K, const float *start, Terms out, int w) {
     const NAME(Panels) panels = {panel, next, LANES, 4 * LANES, ahead};
@@ -89,22 +89,22 @@ static void NAME(multiply)(const float *packed, const float *x, int64_t n, int64
     for (int64_t j = first; j < stop;) {
         const Terms to = {out + j, N, LANES};
         const float *p = packed + j * K;
-        const int64_t whole = (stop - j) / LANES;
-        const int P = whole >= 4 ? 4 : whole >= 2 ? 2 : 1;
+        const int64_t full = (stop - j) / LANES;
+        const int P = full >= 4 ? 4 : full >= 2 ? 2 : 1;
         const NAME(Panels) panels = {p, p + P * LANES * K, LANES * K, LANES, ahead(P * LANES, LANES, n)};
         if (P == 4) NAME(tiles)(4, panels, x, n, K, K, 0, to, LANES);
         else if (P == 2) NAME(tiles)(2, panels, x, n, K, K, 0, to, LANES);
-        else if (whole) NAME(tiles)(1, panels, x, n, K, K, 0, to, LANES);
+        else if (full) NAME(tiles)(1, panels, x, n, K, K, 0, to, LANES);
         else NAME(tiles)(1, panels, x, n, K, K, 0, to, (int)(stop - j));
         j += P * LANES;
     }
 }
 
-/* Rows and columns of a block of LANES times LANES numbers change places. */
+/* Transposes a block of LANES times LANES numbers. */
 INLINE void NAME(transpose)(V *v) {
 #pragma GCC unroll 4
     for (int s = 1; s < LANES; s *= 2) {
-        I low, high; /* from LANES on: of the second vector */
+        I low, high; /* indices from LANES on refer to the second vector */
         for (int k = 0; k < LANES; k++) low[k] = k & s ? k - s + LANES : k, high[k] = k & s ? k + LANES : k + s;
 #pragma GCC unroll 16
         for (int r = 0; r < LANES; r++) {
@@ -116,7 +116,7 @@ INLINE void NAME(transpose)(V *v) {
     }
 }
 
-/* Columns of some rows of a weight, to a panel: rows and columns are LANES, but at the borders. */
+/* Packs columns of some rows of a weight into a panel: LANES rows and columns, except at the borders. */
 INLINE void NAME(pack_block)(const float *from, int64_t row, int rows, int columns, float *to, int64_t down) {
     V block[LANES];
 #pragma GCC unroll 16
@@ -127,7 +127,7 @@ INLINE void NAME(pack_block)(const float *from, int64_t row, int rows, int colum
         if (r < columns) NAME(store)(to + r * down, block[r], LANES);
 }
 
-/* Panels first to stop, see Packing. Reads the weight's rows one after another where it can. */
+/* Packs panels first to stop, see Packing. Reads the weight's rows sequentially if possible. */
 static void NAME(pack)(const Packing *p, int64_t first, int64_t stop) {
     const int64_t down = p->parts * LANES;
     if (p->row == 1) {

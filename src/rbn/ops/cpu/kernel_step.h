@@ -1,5 +1,5 @@
-/* The step of kernel.c for one instruction set. Included once for each, with NAME(x) naming its
- * functions and LANES the float32 numbers in a vector register. */
+/* The step of kernel.c for one instruction set. Included once for each set; NAME(x) names its functions,
+ * LANES is the number of float32 numbers in a vector register. */
 
 typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
@@ -18,8 +18,8 @@ INLINE V NAME(splat)(float x) {
     return zero + x;
 }
 
-/* w is the constant LANES but for the last 1 to 3 units of a layer, where lanes beyond w are zero.
- * Those go one by one: a memcpy whose size is not a constant would be a call each time. */
+/* w is the constant LANES, except for the last 1 to 3 units of a layer, where lanes beyond w are zero.
+ * Those are copied one by one: a memcpy with a size that is not constant would be a function call. */
 INLINE V NAME(load)(const float *p, int w) {
     V v = {0};
     if (w == LANES) __builtin_memcpy(&v, p, sizeof v);
@@ -36,7 +36,7 @@ INLINE void NAME(store)(float *p, V v, int w) {
             if (k < w) p[k] = v[k];
 }
 
-/* The same for any w. */
+/* Like load and store, for any w. */
 INLINE V NAME(load_columns)(const float *p, int w) {
     if (w == LANES) return NAME(load)(p, LANES);
 #if LANES == 16
@@ -70,8 +70,8 @@ INLINE V NAME(get)(Columns x, int64_t r, int w) { return NAME(load)(x.p + r * x.
 
 INLINE void NAME(put)(Columns x, int64_t r, V v, int w) { NAME(store)(x.p + r * x.stride, v, w); }
 
-/* Requests the next columns of a row, to be read or written next. Rows are too far apart for the
- * processor to foresee that. */
+/* Prefetches the next columns of a row, to be read or written next. Rows are too far apart for the
+ * hardware prefetcher. */
 #if LANES > 4
 #define AHEAD(x, r) __builtin_prefetch((x).p + (r) * (x).stride + LANES, 0, 2)
 #define AHEAD_TO_WRITE(x, r) __builtin_prefetch((x).p + (r) * (x).stride + LANES, 1, 2)
@@ -80,17 +80,17 @@ INLINE void NAME(put)(Columns x, int64_t r, V v, int w) { NAME(store)(x.p + r * 
 #define AHEAD_TO_WRITE(x, r) (void)0
 #endif
 
-/* Where to work on columns: in the buffer if they fit, else where they are. A power of two between the
- * rows of a matrix puts all its rows into a few sets of the first cache, which hold 8 or 12 of them;
- * every pass over the columns would miss. In the buffer the rows are next to each other. */
+/* Where to process columns: in the buffer if they fit, else in place. With a power of two between the rows
+ * of a matrix, all its rows share a few sets of the L1 cache, which hold 8 or 12 lines; every pass over the
+ * columns would miss. In the buffer the rows are contiguous. */
 INLINE Columns NAME(near)(Columns x, float *buffer, int64_t n) {
     return n <= ROWS ? (Columns){buffer, LANES} : x;
 }
 
-/* Lane by lane: yes where the mask is set, else no. A comparison with NaN sets nothing. */
+/* Lane by lane: `yes` where the mask is set, else `no`. A comparison with NaN sets nothing. */
 INLINE V NAME(select)(I mask, V yes, V no) { return (V)((mask & (I)yes) | (~mask & (I)no)); }
 
-/* The smaller, or x if it is NaN. */
+/* The smaller of both, or x if it is NaN. */
 INLINE V NAME(at_most)(V x, float limit) {
 #if LANES == 16
     return __builtin_ia32_minps512_mask(NAME(splat)(limit), x, x, (uint16_t)-1, 4);
@@ -113,13 +113,13 @@ INLINE V NAME(exp)(V x) {
     q = q * r + 0.166665763f;
     q = q * r + 0.5f;
     V p = q * (r * r) + r + 1.0f;
-    NAME(bits) power = ((NAME(bits))shifted << 23) + 0x3f800000u; /* of a NaN, anything */
+    NAME(bits) power = ((NAME(bits))shifted << 23) + 0x3f800000u; /* arbitrary for NaN */
     return p * (V)power;
 }
 
 INLINE V NAME(sigmoid)(V x) { return 1.0f / (1.0f + NAME(exp)(-NAME(at_most)(x, 87.0f))); }
 
-/* Near zero by an odd polynomial of relative error 2e-8, elsewhere through exp. */
+/* Near zero an odd polynomial with relative error 2e-8, elsewhere through exp. */
 INLINE V NAME(tanh)(V x) {
     const I sign = (I)x & (int32_t)0x80000000;
     V ax = (V)((I)x & 0x7fffffff);
@@ -138,8 +138,8 @@ INLINE void NAME(accumulate)(double *total, V part) {
     for (int k = 0; k < LANES; k++) total[k] += (double)part[k];
 }
 
-/* Mean and 1 / sqrt(var + eps) of w columns over n rows, in two passes: mean first. The first copies
- * the columns to where the second works on them. */
+/* Mean and 1 / sqrt(var + eps) of w columns over n rows, in two passes: mean first. The first pass copies
+ * the columns to where the second one processes them. */
 INLINE void NAME(moments)(Columns x, Columns copy, int64_t n, int w, double eps, float *mean,
                           float *rstd) {
     const int copying = copy.p != x.p;
@@ -174,8 +174,8 @@ INLINE void NAME(moments)(Columns x, Columns copy, int64_t n, int w, double eps,
     NAME(store)(rstd, s, w);
 }
 
-/* (x - m) * s is the normalized term: finds m and s of w columns, and writes new statistics. After
- * that x is where its columns are read best. */
+/* (x - m) * s is the normalized term: computes m and s of w columns, and writes new statistics. Afterwards
+ * x is where its columns are fastest to read. */
 INLINE void NAME(term)(int64_t mode, Columns *x, float *buffer, int64_t n, int w, double eps,
                        const float *gamma, float *mean, float *rstd, V *m, V *s) {
     *m = NAME(splat)(0.0f), *s = NAME(splat)(1.0f);
@@ -187,7 +187,7 @@ INLINE void NAME(term)(int64_t mode, Columns *x, float *buffer, int64_t n, int w
     if (mode != NONE) *m = NAME(load)(mean, w), *s = NAME(load)(gamma, w) * NAME(load)(rstd, w);
 }
 
-/* What a gate is before its nonlinearity: its terms normalized, and the bias. */
+/* A gate before its nonlinearity: its normalized terms and the bias. */
 typedef struct {
     Columns wh, wx;
     V mh, sh, mx, sx, bias;
@@ -208,22 +208,22 @@ INLINE void NAME(forward_units)(const Step *step, int64_t j, int w) {
     const Columns cand = {a->cand + kept * H + j, H}, tanh_c = {a->tanh_c + kept * H + j, H};
     const Columns c_prev = {step->prev < 0 ? a->c0 + j : a->cand + (a->keep ? step->prev : 0) * H + j, H};
     const Columns h = {a->hidden_states + step->row * H + j, H};
-    float room_h[ROWS * LANES] ALIGNED, room_x[ROWS * LANES] ALIGNED, room_c[ROWS * LANES] ALIGNED;
-    /* i and then i * g wait here. Not in cand, which may be c_prev. */
-    const Columns product = NAME(near)(tanh_c, room_c, n);
-    Columns cell = NAME(near)(cand, room_c, n);
+    float buffer_h[ROWS * LANES] ALIGNED, buffer_x[ROWS * LANES] ALIGNED, buffer_c[ROWS * LANES] ALIGNED;
+    /* i and then i * g are stored here; not in cand, which may be c_prev. */
+    const Columns product = NAME(near)(tanh_c, buffer_c, n);
+    Columns cell = NAME(near)(cand, buffer_c, n);
 
-    /* In the order i, g, f, o a gate is used as it is made, and the cell is ready before o. */
+    /* In the order i, g, f, o: each gate is used as soon as it is computed, and the cell is ready before o. */
     for (int k = 0; k < 4; k++) {
         const int q = k == 1 ? 2 : k == 2 ? 1 : k;
         const int64_t col = q * H + j;
         const Columns out = {a->gates + kept * G + col, G};
         NAME(Gate) gate = {.wh = {a->wh + kept * G + col, G},
                            .wx = {NAME(at)(a->wx, step->row * G + col), G}};
-        NAME(term)(a->mode_h, &gate.wh, room_h, n, w, a->eps, NAME(at)(a->gamma_h, col),
+        NAME(term)(a->mode_h, &gate.wh, buffer_h, n, w, a->eps, NAME(at)(a->gamma_h, col),
                    NAME(at)(a->mean_h, th * G + col), NAME(at)(a->rstd_h, th * G + col), &gate.mh, &gate.sh);
         if (gate.wx.p)
-            NAME(term)(a->mode_x, &gate.wx, room_x, n, w, a->eps, NAME(at)(a->gamma_x, col),
+            NAME(term)(a->mode_x, &gate.wx, buffer_x, n, w, a->eps, NAME(at)(a->gamma_x, col),
                        NAME(at)(a->mean_x, tx * G + col), NAME(at)(a->rstd_x, tx * G + col), &gate.mx,
                        &gate.sx);
         if (a->bias) gate.bias = NAME(load)(a->bias + col, w);
@@ -278,9 +278,9 @@ INLINE void NAME(add)(float *to, const double *sums, int w) {
     if (to) NAME(store)(to, NAME(load)(to, w) + v, w);
 }
 
-/* The way back through one term: dx = s (dy - c0 - (x - m) c1) for BATCH, where c0 and c1 are the
- * means of dy and of dy * x_hat / sqrt(var + eps), and s is 0 if x is constant beside an eps
- * that is not 0; else dx = s dy. */
+/* The gradient through one term: dx = s (dy - c0 - (x - m) c1) for BATCH, where c0 and c1 are the means of
+ * dy and of dy * x_hat / sqrt(var + eps), and s is 0 if x is constant compared to an eps that is not 0;
+ * else dx = s dy. */
 typedef struct {
     V s, m, c0, c1;
     int batch;
@@ -317,16 +317,16 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
     const Columns cand = {a->cand + row * H + j, H}, tanh_c = {a->tanh_c + row * H + j, H};
     const Columns c_prev = {step->prev < 0 ? a->c0 + j : a->cand + step->prev * H + j, H};
     Columns gate[4], d[4]; /* d: the gradients before the nonlinearities */
-    float room_d[4][ROWS * LANES] ALIGNED, room_h[ROWS * LANES] ALIGNED, room_x[ROWS * LANES] ALIGNED;
+    float buffer_d[4][ROWS * LANES] ALIGNED, buffer_h[ROWS * LANES] ALIGNED, buffer_x[ROWS * LANES] ALIGNED;
     for (int q = 0; q < 4; q++) {
         gate[q] = (Columns){a->gates + row * G + q * H + j, G};
-        d[q] = NAME(near)((Columns){a->dwh + row * G + q * H + j, G}, room_d[q], n);
+        d[q] = NAME(near)((Columns){a->dwh + row * G + q * H + j, G}, buffer_d[q], n);
     }
     const Columns i = gate[0], f = gate[1], g = gate[2], o = gate[3];
     const Columns di = d[0], df = d[1], dg = d[2], d_o = d[3];
 
-    /* The output: the gradients of o and of the cell it reads, and the sums of the latter. */
-    const Columns dcell = NAME(near)(dh, room_h, n), cell = NAME(near)(cand, room_x, n);
+    /* The output: the gradients of o and of the cell that it reads, and the sums of the latter. */
+    const Columns dcell = NAME(near)(dh, buffer_h, n), cell = NAME(near)(cand, buffer_x, n);
     const int apart = n <= ROWS;
     const float *mean_c = NAME(at)(a->mean_c, tc * H + j), *rstd_c = NAME(at)(a->rstd_c, tc * H + j);
     double sum[LANES] = {0}, sum_c[LANES] = {0};
@@ -359,7 +359,7 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
     NAME(add)(NAME(at)(a->dbeta_c, j), sum, w);
     NAME(add)(NAME(at)(a->dgamma_c, j), sum_c, w);
 
-    /* The cell: what came from the output and what came from the next step. */
+    /* The cell: the gradients from the output and from the next step. */
     const NAME(Back) back_c =
         NAME(back)(a->mode_c, n, w, a->eps, mean_c, rstd_c, NAME(at)(a->gamma_c, j), sum, sum_c);
     for (int64_t r = 0; r < n; r++) {
@@ -375,13 +375,13 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
         NAME(put)(dc, r, e * fv, w);
     }
 
-    /* The gates: through both normalizations. One pass sums for both, one writes both. */
+    /* The gates, through both normalizations: one pass sums for both, one writes both. */
     for (int q = 0; q < 4; q++) {
         const int64_t col = q * H + j;
         const float *mean_h = NAME(at)(a->mean_h, th * G + col), *rstd_h = NAME(at)(a->rstd_h, th * G + col);
         const float *mean_x = NAME(at)(a->mean_x, tx * G + col), *rstd_x = NAME(at)(a->rstd_x, tx * G + col);
-        const Columns wh = {NAME(at)(a->wh, row * G + col), G}, near_h = NAME(near)(wh, room_h, n);
-        const Columns wx = {NAME(at)(a->wx, row * G + col), G}, near_x = NAME(near)(wx, room_x, n);
+        const Columns wh = {NAME(at)(a->wh, row * G + col), G}, near_h = NAME(near)(wh, buffer_h, n);
+        const Columns wx = {NAME(at)(a->wx, row * G + col), G}, near_x = NAME(near)(wx, buffer_x, n);
         const Columns dq = d[q];
         const Columns dwh = {a->dwh + row * G + col, G}, dwx = {NAME(at)(a->dwx, row * G + col), G};
         double sum_h[LANES] = {0}, sum_x[LANES] = {0};

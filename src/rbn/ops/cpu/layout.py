@@ -1,4 +1,4 @@
-"""Setup of every fused recurrence before its loop: rows, buffers, masks, normalizations."""
+"""Setup of a fused recurrence before its loop: rows, buffers, masks, normalizations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Layout:
     """The rows of each step, and how padding is treated.
 
     `padding` is set (bool ``[T, B, 1]``) only if padded rows count in minibatch statistics
-    (``padding="include"``). They then stay in place and keep their state. Otherwise they are
-    removed by packing.
+    (``padding="include"``). They then stay in place and keep their state. Otherwise packing
+    removes them.
     """
 
     def __init__(self, a: Arguments) -> None:
@@ -48,7 +48,7 @@ class Layout:
         return None if value is None else self.cast(value)
 
     def rows(self, padded: Tensor) -> Tensor:
-        """``[T, B, F]`` as packed rows ``[T * B, F]`` in the compute dtype."""
+        """Pack ``[T, B, F]`` into rows ``[T * B, F]`` in the compute dtype."""
         return self.packing.pack(self.cast(padded))
 
     def state(self, state: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Layout:
         return self.packing.sort(self.cast(state))
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Packed rows as ``[T, B, F]``, zero at padded positions."""
+        """Unpack rows to ``[T, B, F]``, zero at padded positions."""
         output = self.packing.unpack(rows)
         return output if self.padding is None else output.masked_fill(self.padding, 0)
 
@@ -73,7 +73,7 @@ class Layout:
     def norm(
         self, kind: str, gamma: Tensor, beta: Tensor | None, eps: float, population: Population
     ) -> Norm:
-        """The normalization of one term. population: mean and var; None for the minibatch's."""
+        """The normalization of one term. population: its mean and var; None for the minibatch's."""
         if kind == "layer":
             return LayerNorm(gamma, beta, eps, self.packing.sizes)
         mean, var = population
@@ -107,7 +107,7 @@ class Layout:
 
 
 class Buffers:
-    """Buffers for all steps if they are saved; otherwise one step's buffer, reused every step."""
+    """Buffers for all steps if they are saved, otherwise for one step, reused in every step."""
 
     def __init__(self, packing: Packing, like: Tensor, save: bool) -> None:
         self.packing, self.like, self.save = packing, like, save
@@ -127,7 +127,7 @@ class Buffers:
 
 
 def moments_of(norms: Sequence[Norm | SequenceNorm | None], rows: int) -> list[Tensor | None]:
-    """Mean and rstd of each term, one after another; None for absent ones."""
+    """Mean and rstd of each term, in one list; None for absent ones."""
     moments: list[Tensor | None] = []
     for norm in norms:
         mean, rstd = (None, None) if norm is None else norm.moments(rows)
@@ -138,7 +138,7 @@ def moments_of(norms: Sequence[Norm | SequenceNorm | None], rows: int) -> list[T
 def restore_moments(
     norms: Sequence[Norm | SequenceNorm | None], moments: Sequence[Tensor | None]
 ) -> None:
-    """Restore in each term what `moments_of` returned."""
+    """Restore what `moments_of` returned."""
     for norm, mean, rstd in zip(norms, moments[0::2], moments[1::2], strict=True):
         if norm is not None and mean is not None and rstd is not None:
             norm.restore(mean, rstd)

@@ -1,6 +1,6 @@
 """The LSTM on the CPU: plain, batch-normalized or layer-normalized.
 
-The compiled kernel runs the calls that it covers, PyTorch's operators run the others.
+The compiled kernel runs the calls that it supports, PyTorch's operators run the others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Large buffers, reused and in huge pages.
 
 A training step touches hundreds of megabytes. The C library returns such buffers to the system when
-they are free. The pages of the next step's buffers fault in and are cleared again, which can cost
-more than the recurrence. So freed buffers stay here for the next step. Together with those in use
-they never hold more memory than was in use at the peak, and Linux may take their pages when it
-needs memory. Buffers request pages of 2 MiB.
+they are freed, so the pages of the next step's buffers fault in and are cleared again, which can
+cost more than the recurrence. So freed buffers stay here for the next step. Together with those in
+use they never exceed the peak of memory in use, and Linux may reclaim their pages when it needs
+memory. Buffers request pages of 2 MiB.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LEAST = 2 * _PAGE  # smaller buffers usually come from already mapped memory
 
 
 class Pool:
-    """Mapped memory, in use or free. Nothing here happens on systems other than Linux."""
+    """Mapped memory, in use or free. Does nothing on systems other than Linux."""
 
     def __init__(self) -> None:
-        self.peak = 0  # bytes in use at most
-        self._used = 0  # bytes in use, or given back and not collected yet
-        self._free: list[Any] = []  # the longest unused first
-        # A finalizer may run anywhere, also inside of these methods, so it only appends.
+        self.peak = 0  # largest number of bytes in use
+        self._used = 0  # bytes in use, or given back but not yet collected
+        self._free: list[Any] = []  # least recently used first
+        # A finalizer may run anywhere, even inside these methods, so it only appends.
         self._given_back: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()
 
@@ -46,18 +46,18 @@ class Pool:
 
     @property
     def free(self) -> list[Any]:
-        """The blocks for later use."""
+        """The free blocks, kept for later use."""
         with self._lock:
             self._collect()
             return list(self._free)
 
     def take(self, size: int) -> Any | None:
-        """At least `size` bytes, free again when the array is garbage; None if refused."""
+        """Get at least `size` bytes, free again when the array is garbage; None if mmap fails."""
         size = -(-size // _PAGE) * _PAGE
         with self._lock:
             self._collect()
             fits = [k for k, block in enumerate(self._free) if size <= len(block) <= size * 5 // 4]
-            if fits:  # of equal ones the last used, which caches may hold
+            if fits:  # of equally large ones the most recently used, which may be in the caches
                 block = self._free.pop(min(reversed(fits), key=lambda k: len(self._free[k])))
             else:
                 try:
@@ -90,7 +90,7 @@ class Pool:
 
 
 def _advise(block: Any, advice: str) -> None:
-    """Only a hint: the system may not know it, or refuse it."""
+    """Give the system a hint, which it may not know or reject."""
     with contextlib.suppress(AttributeError, OSError):
         block.madvise(getattr(mmap, advice))
 
@@ -116,7 +116,7 @@ def empty(rows: int, features: int, like: Tensor) -> Tensor:
     if size >= _LEAST and like.device.type == "cpu" and sys.platform == "linux":
         memory = None if torch.compiler.is_compiling() else _pool.take(size + 4096)
         if memory is not None:
-            # Each begins in other lines of the caches: rows a power of two long share few of them.
+            # Vary the offset within a page: rows of a power of two would share few cache lines.
             offset = 192 * next(_number) % 4096
             flat = torch.frombuffer(memory, dtype=like.dtype, count=rows * features, offset=offset)
             return flat.view(rows, features)

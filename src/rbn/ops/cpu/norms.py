@@ -2,7 +2,7 @@
 
 Each works on one time step at a time, in the layout of `Packing`, with PyTorch's own fused kernels.
 All share one interface, `Norm`. The backward pass needs the mean and rstd = 1 / sqrt(var + eps):
-``moments`` returns them after the forward pass, ``restore`` takes them before the backward pass.
+``moments`` returns them after the forward pass, ``restore`` sets them before the backward pass.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BatchNorm(_MomentsOfSteps):
     def __init__(
         self, gamma: Tensor, beta: Tensor | None, eps: float, sizes: list[int], fewest: int
     ) -> None:
-        """sizes: the rows of each step, never growing. fewest: what statistics need."""
+        """sizes: rows of each step, never growing. fewest: rows that statistics need."""
         super().__init__(gamma, beta, eps)
         self._sizes, self._fewest = sizes, fewest
 
@@ -100,7 +100,7 @@ class BatchNorm(_MomentsOfSteps):
         return pooled_rstd(*moments, self._sizes[: len(self._means)], self.eps)
 
     def moments(self, rows: int) -> tuple[Tensor, Tensor]:
-        """``[T, F]`` each; constants for steps that no row reaches, too."""
+        """``[T, F]`` each, with constants for steps that no row reaches."""
         missing = rows - len(self._means)
         if missing:
             few = self._sizes[-1] < self._fewest
@@ -159,7 +159,7 @@ class LayerNorm(_MomentsOfSteps):
 
 
 class _NoMoments:
-    """For normalizations that keep nothing for the backward pass."""
+    """Base of normalizations that keep nothing for the backward pass."""
 
     def moments(self, rows: int) -> tuple[None, None]:
         return None, None
@@ -215,11 +215,11 @@ class Shift(_NoMoments):
 class SequenceNorm:
     """One set of minibatch statistics for the input term of all steps (section 5.4, BN-e*).
 
-    Unlike the others it takes all rows ``[N, F]`` at once, before the recurrence runs.
+    Unlike the others it gets all rows ``[N, F]`` at once, before the recurrence runs.
     """
 
     def __init__(self, gamma: Tensor, eps: float, counted: Tensor | None) -> None:
-        """counted: bool ``[N]``, the rows that count in the statistics; None for all."""
+        """counted: bool ``[N]``, the rows that enter the statistics; None for all."""
         self.gamma, self.eps, self.counted = gamma, eps, counted
         self.dgamma: Tensor | None = None
 
@@ -256,7 +256,7 @@ class SequenceNorm:
 
 
 def pooled_rstd(mean: Tensor, rstd: Tensor, sizes: list[int], eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and rstd ``[F]`` over all rows, from those of the steps ``[T, F]``: constants.
+    """Constants: mean and rstd ``[F]`` over all rows, from those of the steps ``[T, F]``.
 
     sizes: the rows of each step.
     """

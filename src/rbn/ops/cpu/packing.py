@@ -1,9 +1,9 @@
-"""Which rows each time step works on.
+"""Which rows each time step processes.
 
 Rows are sorted by length, longest first, and stored step after step without the padded ones, as in
-`torch.nn.utils.rnn.PackedSequence`. The rows that reach step t are then also the first ``sizes[t]``
-rows of step t - 1. Padded rows enter no statistic and cost nothing, and their state need not be
-carried along because nothing overwrites it.
+`torch.nn.utils.rnn.PackedSequence`. The rows that reach step t are therefore also the first
+``sizes[t]`` rows of step t - 1. Padded rows enter no statistic and cost nothing, and their state
+need not be copied along because nothing overwrites it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from rbn.ops.cpu import memory
 from rbn.ops.types import check_lengths
 
-_NARROW = 256  # states with which MKL is up to 1.4 times as fast if they are the first factor
+_NARROW = 256  # hidden size up to which MKL is up to 1.4 times as fast with states as first factor
 
 
 class Packing:
@@ -25,7 +25,7 @@ class Packing:
 
     def __init__(self, steps: int, batch: int, lengths: Tensor | None) -> None:
         self.steps, self.batch = steps, batch
-        self.index: Tensor | None = None  # [N]: where each packed row lies in [T * B]
+        self.index: Tensor | None = None  # [N]: position of each packed row in [T * B]
         if lengths is None:
             self.sizes = [batch] * steps
             self.rows = steps * batch
@@ -42,7 +42,7 @@ class Packing:
         self.starts = sizes.cumsum(0) - sizes
         self.last = self.starts[sorted_lengths - 1] + torch.arange(batch, device="cpu")
         self.unorder = torch.argsort(self.order)
-        # Where the previous step's row lies; the first step's come from the initial state.
+        # Position of the previous step's row; the first step's come from the initial state.
         self.previous = self.starts[step[batch:] - 1] + row[batch:]
 
     def buffer(self, features: int, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fused recurrences as a scan over time, built from operators that every exporter knows.
+"""The fused recurrences as a scan over time, built from operators that every exporter supports.
 
 `rbn::cpu_lstm` and its siblings do not exist outside of PyTorch. `torch.onnx.export` sees these
 functions instead and turns the scan into ONNX's `Scan`. Inference only, with population statistics
@@ -23,7 +23,7 @@ Population = tuple[Tensor | None, Tensor | None]  # mean and var of a term
 
 
 def lstm(*args: Any) -> tuple[Tensor, ...]:
-    """`rbn::cpu_lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the others empty."""
+    """`rbn::cpu_lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the rest empty."""
     a: LSTMArguments
     a, _ = with_term(LSTM, LSTMArguments(*args))
     _check_inference(a.norm != "batch" or a.population, (a.mask_c, a.mask_h))
@@ -86,7 +86,7 @@ def rnn(*args: Any) -> tuple[Tensor, ...]:
 
 
 class _Terms:
-    """What the steps read: `rows` has one entry per step, `fixed` is shared by all steps."""
+    """Inputs of the steps: `rows` has one entry per step, `fixed` is shared by all steps."""
 
     def __init__(self, a: Arguments) -> None:
         self.wx, self.eps, self.dtype = a.input, a.eps, compute_dtype(a.input.dtype)
@@ -115,7 +115,7 @@ class _Terms:
         self.rows["x"] = wx
 
     def add(self, term: str, gamma: Tensor | None, norm: str, population: Population) -> None:
-        """Add a term that is normalized step by step; without a gamma it stays unnormalized."""
+        """Add a term that is normalized in each step; without a gamma it is not normalized."""
         self.norms[term] = "none" if gamma is None else norm
         if self.norms[term] == "layer":
             assert gamma is not None
@@ -174,10 +174,9 @@ def _scanned(
 
 
 def _like(x: Tensor, values: Tensor) -> Tensor:
-    """Expand values that broadcast to x where a broadcast would lose x's symbolic sizes.
+    """Expand values that broadcast to x, if the broadcast would lose x's symbolic sizes.
 
-    That happens with a size that is 1 in the exporter's example input: the result would have the
-    constant 1.
+    It does if a size is 1 in the exporter's example input: the result would have the constant 1.
     """
     kept = all(type(n) is type(m) for n, m in zip((x + values).shape, x.shape, strict=True))
     return values if kept else values.expand_as(x)
@@ -190,6 +189,6 @@ def _zoneout(rate: float, previous: Tensor, new: Tensor) -> Tensor:
 def _check_inference(evaluated: bool, masks: tuple[Tensor | None, ...]) -> None:
     if not evaluated or any(mask is not None for mask in masks):
         raise RuntimeError(
-            "torch.onnx.export needs the layer as it is evaluated, with population statistics and "
+            "torch.onnx.export needs the layer as in evaluation, with population statistics and "
             "without random masks: call model.eval() first"
         )

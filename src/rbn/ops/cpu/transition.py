@@ -13,7 +13,7 @@ from rbn.ops.cpu.norms import Norm, SequenceNorm
 
 
 class Transition:
-    """Computes the pre-activations step by step, and takes their gradients back."""
+    """Computes the pre-activations step by step, and backpropagates their gradients."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Transition:
     ) -> None:
         """wx: ``[T, B, G]``. With norm_h but no norm_x, the sum of both terms is normalized.
 
-        norm_h adds the bias; without it the bias is added here.
+        norm_h adds the bias; without norm_h it is added here.
         """
         self.packing = layout.packing
         self.wx = layout.rows(wx)
@@ -91,7 +91,7 @@ class Transition:
                 self.dwh = packing.buffer(features, self.wx)
         self._dwhs = packing.split(self.dwh)
         self._scratch = self.wx.new_empty(packing.batch, features)
-        # Where callers write a step's gradient: its final place, unless norm_x is still to apply.
+        # Where callers write a step's gradient: its final place, unless norm_x still applies.
         self._in_place = self.norm_h is None or self.sequence is not None
 
     def gradient_buffer(self, t: int) -> Tensor:
@@ -99,9 +99,9 @@ class Transition:
         return self._dxs[t] if self._in_place else self._scratch[: self.packing.sizes[t]]
 
     def backward(self, t: int, dpre: Tensor, dh: Tensor, of_h: Tensor | None = None) -> None:
-        """Take the gradient of step t's pre-activations back to the previous state, into dh.
+        """Backpropagate the gradient of step t's pre-activations to the previous state, into dh.
 
-        of_h: the gradient of the recurrent term if it is not that of the input term, dpre.
+        of_h: the gradient of the recurrent term, if it differs from that of the input term, dpre.
         """
         dwh = dpre
         if self.norm_h is not None:

@@ -28,7 +28,7 @@ class Zoneout:
         torch.where(self.masks[t], previous, new, out=out)
 
     def backward(self, t: int, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of new and of previous."""
+        """The gradients of `new` and of `previous`."""
         if self.masks is None:
             return grad * (1 - self.rate), grad * self.rate
         mask = self.masks[t]

@@ -345,7 +345,7 @@ def test_malformed_files_are_named_and_counted(folder, tmp_path):
 def test_a_part_of_malformed_files_alone(folder, tmp_path):
     for path in (folder / "test").iterdir():
         path.write_text("nothing")
-    with pytest.raises(ValueError, match=r"no file of test is a question.*0000\.question: "):
+    with pytest.raises(ValueError, match=r"no file of test is a valid question.*0000\.question: "):
         prepared(folder, tmp_path / "cache", Choice(), processes=1)
 
 
@@ -426,7 +426,7 @@ def test_by_name(folder, tmp_path):
 def test_a_missing_part(folder, tmp_path):
     for path in (folder / "validation").iterdir():
         path.unlink()
-    with pytest.raises(DataNotFound, match=r"there are no \.question files in .*validation"):
+    with pytest.raises(DataNotFound, match=r"no \.question files in .*validation"):
         prepared(folder, tmp_path / "cache", Choice())
     with pytest.raises(DataNotFound, match="there is no folder"):
         prepared(tmp_path / "nowhere", tmp_path / "cache", Choice())

@@ -163,7 +163,7 @@ def test_a_config_lies_beside_its_sweep(make, tmp_path):
         ({"heartbeat": 0}, "heartbeat must be a positive number of seconds, got 0"),
         ({"set": [1]}, "set must contain settings by name"),
         ({"set": {1: 2}}, "there is no setting '1'"),
-        ({"set": {"task": "pydoc"}}, "set: the task cannot be changed: it is the config's"),
+        ({"set": {"task": "pydoc"}}, "set: the task cannot be changed: the config sets it"),
         ({"space": {"task": ["digits", "pydoc"]}}, "space: the task cannot be changed"),
         ({"space": [{"clip": [1]}, {"task": ["digits"]}]}, "space: the task cannot be changed"),
         ({"model": ["a"]}, "model must be one of lstm"),
@@ -195,7 +195,7 @@ def test_mistakes_are_named(content, message, make):
         ({"low": 1, "high": 2, "log": 1}, "log must be true or false, got 1"),
         ({"low": 1, "high": 2, "log": True, "step": 1}, "cannot have both log and step"),
         ({"low": 1, "high": 2, "step": 0}, "step must be positive, got 0"),
-        ({"low": 1, "high": 2, "step": 0.5}, "step must be whole"),
+        ({"low": 1, "high": 2, "step": 0.5}, "step must be an integer"),
         ({"low": 1, "high": 2, "by": 1}, "unknown 'by'"),
     ],
 )

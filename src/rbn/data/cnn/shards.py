@@ -34,7 +34,7 @@ class Reduction:
     def __post_init__(self) -> None:
         checks.boolean("renumber", self.renumber)
         if self.sentences == 0:
-            raise ValueError("sentences must be at least 1, or None for entire documents, got 0")
+            raise ValueError("sentences must be at least 1, or None for whole documents, got 0")
         if self.sentences is not None:
             checks.positive_integer("sentences", self.sentences)
 

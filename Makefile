@@ -12,10 +12,10 @@ help: ## Show this list
 
 install: $(STAMP) ## Make .venv and install the package into it, with the pinned versions
 
-# torch goes first and alone, so that the pin decides which build of it comes. pip would compile
-# one file after another; here all cores do. Files for other versions of Python do not compile.
+# Install torch first and alone, so that the pin decides which build is installed. compileall uses
+# all cores; pip would compile one file at a time. Files for other Python versions do not compile.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/cpu/kernel*)
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; name one: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is required, e.g. make PYTHON=python3.11")'
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
@@ -32,10 +32,10 @@ test: lint ## Run the checks and all tests, with coverage
 test-fast: install ## Run one case of each kind of every test that is not slow, without lint and coverage
 	$(BIN)/python -m pytest --fast -n auto --dist worksteal --timeout=600
 
-test-gpu: ## Run the GPU tests with $(PYTHON) as it is, without .venv (MINUTES=4: stop then; LOG=FILE)
+test-gpu: ## Run the GPU tests with $(PYTHON) instead of .venv (MINUTES=4: time limit; LOG=FILE)
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_tests.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(LOG),--log $(LOG))
 
-# Without Triton: none that is as old as that torch comes for every machine.
+# Without Triton: no version as old as that torch is available for every machine.
 test-oldest: ## Run all tests with the oldest versions that pyproject.toml allows (PYTHON=python3.10)
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch
@@ -51,13 +51,13 @@ lint: install ## Run ruff check, ruff format --check and mypy
 bench: install ## Time the layers on this CPU
 	$(BIN)/python benchmarks/cpu.py
 
-bench-gpu: ## Time the layers on this GPU with $(PYTHON) as it is (MINUTES=5: stop then)
+bench-gpu: ## Time the layers on this GPU with $(PYTHON) instead of .venv (MINUTES=5: time limit)
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES))
 
 docs: install ## Build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-docs-serve: install ## Serve the documentation site on this machine, and rebuild it on changes
+docs-serve: install ## Serve the documentation site locally, and rebuild it on changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch src/rbn
 
 clean: ## Remove .venv, caches, builds and the demo's output (never runs/ or data/)

@@ -2,8 +2,8 @@
 
     python3 benchmarks/collect_rates.py text8 runs/rates/rates.csv --steps 2500 --commit 5526f7b
 
-The best rate of a model is the one with the best mean validation figure over its seeds, among the
-runs with the most steps; a diverged or unfinished seed rules a rate out. Those runs get the phase
+The best rate of a model is the one with the best mean validation result over its seeds, among the
+runs with the most steps; a diverged or unfinished seed excludes a rate. Those runs get the phase
 ``best``. Runs of seed 1 at rates that several models share are the ``grid``, all others ``other``;
 runs with fewer steps keep their phase (``short``). The best rate's run of seed 1 is listed in both
 phases.
@@ -26,7 +26,7 @@ def read(path):
 
 
 def from_rates(row, task, steps, about):
-    """A row of comparison.csv from one of rates.csv."""
+    """Convert a row of rates.csv to a row of comparison.csv."""
     if int(row["steps"] or 0) != steps and row["state"] == "finished":
         raise SystemExit(f"{row['model']} {row['rate']} has {row['steps']} steps, not {steps}")
     same = ("model", "rate", "seed", "state", "steps", "valid_step", "target", "target_step")
@@ -39,7 +39,7 @@ def from_rates(row, task, steps, about):
 
 
 def best_rate(rows, higher):
-    """The rate with the best mean validation figure; None if every rate has an unfinished run."""
+    """The rate with the best mean validation result; None if every rate has an unfinished run."""
     rates = {}
     for row in rows:
         rates.setdefault(row["rate"], []).append(row)
@@ -78,8 +78,8 @@ def _order(item):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task")
-    parser.add_argument("rates", type=Path, nargs="*", help="rates.csv of compare_rates.py")
-    parser.add_argument("--steps", type=int, required=True, help="of a complete run")
+    parser.add_argument("rates", type=Path, nargs="*", help="rates.csv files of compare_rates.py")
+    parser.add_argument("--steps", type=int, required=True, help="steps of a complete run")
     parser.add_argument("--commit", default="")
     parser.add_argument("--gpu", default="NVIDIA H200")
     parser.add_argument("--torch", default="2.11.0")

@@ -1,16 +1,15 @@
-"""Trains models at several learning rates, each run a process of its own, and compares them.
+"""Trains models at several learning rates, each run in its own process, and compares them.
 
-All runs share one GPU (through NVIDIA's MPS where it is installed) or the CPU, and have the same
-settings apart from model, learning rate and seed. Prints validation and test figures by model and
-rate at the last step that all runs reached. The same command again continues runs that were
-stopped by the time limit.
+All runs share one GPU (through NVIDIA's MPS if it is installed) or the CPU, and have the same
+settings apart from model, learning rate and seed. Prints validation and test results by model and
+rate at the last step that all runs reached. Run the same command again to continue runs that the
+time limit stopped.
 
     python3 benchmarks/compare_rates.py dailymail-built --models lstm,bi-lstm --rates 8e-4,2.5e-3
     python3 benchmarks/compare_rates.py dailymail-built --best runs/rates/rates.csv --seeds 1,2,3
 
-The second form trains each model at its best rate of the first. Writes rates.csv and table.txt into
-the folder of the runs; --out gets copies, and runs.tar.gz with each run's settings, curve, result
-and log.
+The second form trains each model at the best rate of the first. Writes rates.csv and table.txt into
+the runs' folder. --out gets copies, and runs.tar.gz with settings, curve, result and log of each.
 """
 
 import argparse
@@ -39,7 +38,7 @@ COLUMNS = [
     *("seconds", "steps_per_second"),
 ]
 SMALL_FILES = ("config.json", "metrics.jsonl", "result.json", "log.txt")
-GRACE = 20  # seconds that a run has to save when its time is over
+GRACE = 20  # seconds that a run has to save when time is up
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Run:
     folder: Path
 
     def records(self):
-        """The evaluations so far; a line that is being written is left out."""
+        """The evaluations so far, without a line that is still being written."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         except OSError:
@@ -79,7 +78,7 @@ class Run:
 
 
 def runs_of(models, rates, seeds, folder):
-    """A run for each model, rate of it and seed; seeds vary slowest."""
+    """One run per model, rate and seed; seeds vary slowest."""
     found = []
     for seed in seeds:
         for model in models:
@@ -102,12 +101,12 @@ def command_of(run, options):
 
 @contextmanager
 def shared_gpu(device):
-    """Inside, processes share the GPU through MPS, if that can be started; yields their settings.
+    """Inside the ``with`` block, processes share the GPU through MPS if it can be started.
 
-    Without it their kernels take turns.
+    Without MPS, their kernels take turns. Yields the environment variables of the processes.
     """
     control = shutil.which("nvidia-cuda-mps-control")
-    already = "CUDA_MPS_PIPE_DIRECTORY" in os.environ  # one server for several of these commands
+    already = "CUDA_MPS_PIPE_DIRECTORY" in os.environ  # several commands share a server
     if device == "cpu" or control is None or already:
         yield {}
         return
@@ -127,7 +126,7 @@ def shared_gpu(device):
 
 
 def train(runs, options, deadline):
-    """Train the runs, some at a time, until all are over or the time is."""
+    """Train the runs, some at a time, until all have ended or time is up."""
     waiting, active = list(runs), {}
     threads = max(1, (os.cpu_count() or 1) // min(options.processes, len(runs)))
     began = said = time.monotonic()
@@ -157,7 +156,7 @@ def train(runs, options, deadline):
 
 
 def _stop(processes):
-    """Let processes save and end; kill those that do not."""
+    """Let processes save and end. Kills those that do not."""
     processes = [process for process in processes if process.poll() is None]
     for process in processes:
         process.send_signal(signal.SIGINT)
@@ -180,7 +179,7 @@ def _say(runs, seconds):
 
 
 def state_of(run):
-    """What became of a run: finished, diverged, stopped, or failed with its last words."""
+    """The outcome of a run: finished, diverged, stopped, or failed with its last output."""
     result = run.result()
     if result:
         return "finished" if result["diverged_at"] is None else "diverged"
@@ -200,7 +199,7 @@ def target_step(records, target, higher):
 
 
 def rows_of(runs, higher, target=None):
-    """Figures of all runs at the last evaluation that every run came to that did not diverge."""
+    """Results of all runs at the last evaluation that every run that did not diverge reached."""
     curves = {run: run.records() for run in runs}
     states = {run: state_of(run) for run in runs}
     going = [run for run in runs if states[run] in ("finished", "stopped")]
@@ -232,10 +231,10 @@ def rows_of(runs, higher, target=None):
 
 
 def best_rates(rows, higher):
-    """The rate of each model with the best mean validation figure; a diverged run rules one out.
+    """The rate of each model with the best mean validation result. A diverged run excludes a rate.
 
-    If every rate of a model has a diverged run, those count. The figure is that of the finished
-    runs, or, while any run of the model is unfinished, the one at the step that all runs reached.
+    If every rate of a model has a diverged run, those count, too. The result is that of finished
+    runs or, while any run of the model is unfinished, at the step that all runs reached.
     """
     groups = {}
     for row in rows:
@@ -257,7 +256,7 @@ def best_rates(rows, higher):
 
 
 def table_of(rows, higher):
-    """Models by rates: mean best validation figure, and mean test figure of finished runs."""
+    """Models by rates: mean best validation result, and mean test result of finished runs."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     rates = sorted(dict.fromkeys(row["rate"] for row in rows), key=float)
     chosen = best_rates(rows, higher)
@@ -288,7 +287,7 @@ def table_of(rows, higher):
 
 
 def _cell(rows):
-    """The figures of the runs of a cell, in percent, with the spread of several seeds."""
+    """The results of the runs of a cell, in percent, with the spread over seeds."""
     parts = []
     for name in ("valid", "test", "test_cnn"):
         values = [100 * float(row[name]) for row in rows if row[name] not in ("", None)]
@@ -327,21 +326,21 @@ def _listed(text):
 def _options(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task")
-    parser.add_argument("--models", type=_listed, help="as rbn train has them; with --best its own")
+    parser.add_argument("--models", type=_listed, help="models of rbn train")
     parser.add_argument("--rates", type=_listed, default=_listed(RATES), help=RATES)
-    parser.add_argument("--best", type=Path, help="rates.csv: each model at its best rate there")
+    parser.add_argument("--best", type=Path, help="rates.csv with rates to choose from")
     parser.add_argument("--seeds", type=_listed, default=["1"])
+    parser.add_argument("--target", type=float, help="also write the step that reaches this result")
     parser.add_argument(
-        "--target", type=float, help="also write the step that reaches this validation figure"
+        "--set", action="append", default=[], help="setting of all runs, as key=value"
     )
-    parser.add_argument("--set", action="append", default=[], help="key=value, for all runs")
     parser.add_argument("--precision", help="bf16-mixed, for instance")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--processes", type=int, default=24, help="runs at a time")
-    parser.add_argument("--minutes", type=float, help="save and stop after so many")
+    parser.add_argument("--processes", type=int, default=24, help="number of runs at a time")
+    parser.add_argument("--minutes", type=float, help="save and stop after this many minutes")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs/rates"))
-    parser.add_argument("--out", type=Path, help="folder for copies of what is worth keeping")
+    parser.add_argument("--out", type=Path, help="folder for copies of the results")
     options = parser.parse_args(arguments)
     if (options.models is None) == (options.best is None):
         parser.error("give --models with --rates, or --best")
@@ -353,7 +352,7 @@ def _options(arguments):
 
 
 def main(arguments=None):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes inherit an ignored one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else children may ignore it
     began = time.monotonic()
     options = _options(arguments)
     higher = options.task in HIGHER_IS_BETTER

@@ -1,6 +1,6 @@
 """Times a training call of BatchNormLSTM on the GPU: eager and with `torch.compile`.
 
-nn.LSTM in bf16 and fp16 beside it. The modes take turns over whole measurements; each is the median
+Also times nn.LSTM in bf16 and fp16. The modes alternate over full measurements; each is the median
 of rounds of 30 calls. Prints a table and writes benchmarks/results/compiled.csv.
 """
 

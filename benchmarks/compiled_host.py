@@ -1,8 +1,8 @@
-"""What torch.compile adds to a layer's call on the host: microseconds, eager and compiled.
+"""Host overhead of torch.compile for a layer's call: microseconds, eager and compiled.
 
-As `host.py`, it needs no GPU: kernels and products are stand-ins that do nothing. nn.LSTM runs on
-the CPU beside them. The modes take turns, and the least of many calls counts. Prints a
-table; `--add` adds it to benchmarks/results/compiled-host.csv.
+Like `host.py`, it needs no GPU: kernels and products are stand-ins that do nothing. nn.LSTM runs on
+the CPU for comparison. The modes alternate, and the minimum of many calls counts. Prints a table;
+`--add` adds it to benchmarks/results/compiled-host.csv.
 """
 
 import argparse
@@ -12,19 +12,19 @@ from pathlib import Path
 
 import host
 import torch
-import torch._inductor.compile_fx  # before the stand-ins: it reads some of what they replace
+import torch._inductor.compile_fx  # before the stand-ins, which replace some of what it reads
 
 import rbn
 from rbn.experiments.results import commit
 
 
 def one_graph(layer):
-    """From a function, so that its graph and the compiled layer share nothing."""
+    """Made in a function, so that its graph and the compiled layer share nothing."""
     return torch.compile(lambda x: layer(x), fullgraph=True)
 
 
 def unguarded(layer):
-    """One graph whose guards are not checked, for programs that never change again."""
+    """One graph without guard checks, for programs that never change."""
     run = one_graph(layer)
 
     def call(x):
@@ -73,7 +73,7 @@ def calls(chosen):
 
 
 def least(functions, rounds):
-    """The least microseconds of processor time of each function; the functions take turns."""
+    """The minimum processor time of each function in microseconds; the functions alternate."""
     for function in functions.values():
         for _ in range(5):
             function()

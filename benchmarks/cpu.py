@@ -1,7 +1,7 @@
-"""Times the layers beside torch.nn.LSTM on this CPU, in one run.
+"""Times the layers and torch.nn.LSTM on this CPU, in one run.
 
-For each shape and layer: the forward pass, forward and backward together, and the memory a training
-step takes at its peak (in a process of its own). Prints a table and writes
+For each shape and layer: the forward pass, forward and backward together, and the peak memory
+of a training step (in a separate process). Prints a table and writes
 benchmarks/results/cpu.csv.
 """
 
@@ -80,7 +80,7 @@ def seconds(function):
 
 
 def time_shape(shape, repeats, loop):
-    """Medians in milliseconds. The layers take turns, so that a slow moment hits all alike."""
+    """Medians in milliseconds. The layers alternate, so that a slow moment affects all of them."""
     cases = {what: Case(what, shape) for what in LAYERS if what != LOOP or loop}
     samples = {what: ([], []) for what in cases}
     for round_ in range(repeats + 1):
@@ -95,7 +95,7 @@ def time_shape(shape, repeats, loop):
 
 
 def peak_memory(what, shape):
-    """MiB that a training step adds to the resident memory of a fresh process, at its peak."""
+    """Peak increase of a fresh process's resident memory by a training step, in MiB."""
     command = [sys.executable, __file__, "--memory-of", json.dumps([what, shape])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)
@@ -111,7 +111,7 @@ def measure_memory(what, shape):
 
 
 def high_water():
-    """The most resident memory this process has had so far, in MiB."""
+    """The peak resident memory of this process so far, in MiB."""
     status = Path("/proc/self/status")
     if status.exists():  # a child's ru_maxrss starts at its parent's
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -121,7 +121,7 @@ def high_water():
 
 
 def machine():
-    """The processor's name as the system gives it, and the threads that torch uses."""
+    """The processor's name and the number of torch's threads."""
     name = platform.processor() or platform.machine()
     for command in (["lscpu"], ["sysctl", "machdep.cpu.brand_string"]):
         try:
@@ -137,9 +137,9 @@ def machine():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7, help="timed rounds of each shape")
-    parser.add_argument("--threads", type=int, help="torch's threads (its own choice by default)")
-    parser.add_argument("--no-loop", action="store_true", help="leave the slow eager loop out")
+    parser.add_argument("--repeats", type=int, default=7, help="timed rounds per shape")
+    parser.add_argument("--threads", type=int, help="number of torch's threads")
+    parser.add_argument("--no-loop", action="store_true", help="skip the slow eager loop")
     parser.add_argument("--no-memory", action="store_true", help="time only, no fresh processes")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)

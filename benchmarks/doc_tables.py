@@ -1,7 +1,7 @@
 """Writes tables in the documentation from the data files.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. A test compares the
-pages with what this program would write.
+pages with this program's output.
 
     python3 benchmarks/doc_tables.py            # write all tables
 """
@@ -62,13 +62,13 @@ def ms(row, column="fwdbwd_ms"):
 
 
 def times(row):
-    """How many times as fast as cuDNN: two digits below 1.05, where they decide who is faster."""
+    """How many times as fast as cuDNN: two decimals below 1.05, where they decide who is faster."""
     value = float(row["times_as_fast"])
     return f"{value:.2f}" if value < 1.05 else f"{value:.1f}"
 
 
 def fastest(rows, row):
-    """The row of cuDNN with which a row is compared."""
+    """The row of cuDNN to compare a row with."""
     precision, _, options = row["fastest_cudnn"].partition(",")
     what = CUDNN + ("," + options if options else "")
     if row["what"].endswith(GRAPH):
@@ -149,7 +149,7 @@ def options():
 
 
 def peers():
-    """Times as long as cuDNN in bf16, in the same run, of the ways without a kernel."""
+    """Time relative to cuDNN in bf16, in the same run, of implementations without a kernel."""
     rows, lines = read("gpu-sweeps.csv"), []
     for shape in SHAPES:
         found = [
@@ -180,7 +180,7 @@ def sweeps():
 
 
 def second_gpu():
-    """From which batch on a second GPU pays: arithmetic on the times of one."""
+    """The batch size from which a second GPU pays off, calculated from the times of one."""
     rows, lines = read("gpu.csv"), []
     for shape, name, exchange, slow in (  # ms to exchange gradients at 300 and at 25 GB/s, assumed
         ("ptb", "Penn Treebank", 0.06, 0.68),
@@ -203,7 +203,7 @@ def second_gpu():
 
 
 def source():
-    """Where the rows of gpu.csv come from."""
+    """The origin of the rows of gpu.csv."""
     rows = list(read("gpu.csv").values())
     (commit,), (gpu,), (versions,) = (
         {row[name] for row in rows} for name in ("commit", "gpu", "versions")
@@ -212,7 +212,7 @@ def source():
 
 
 def by_seed(rows, digits):
-    """The results at the rate that is best for the first seed; diverged runs have none."""
+    """The results at the best rate of the first seed; diverged runs have none."""
     first = [row for row in rows if row["seed"] == "1" and row["valid"]]
     sign = -1 if first[0]["unit"] == "%" else 1
     best = min(first, key=lambda row: sign * float(row["valid"]))
@@ -311,7 +311,7 @@ TABLES = {
 
 
 def filled(text):
-    """A page with its tables as the data files have them."""
+    """A page with its tables filled in from the data files."""
     return MARKED.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text)
 
 

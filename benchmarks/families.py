@@ -1,6 +1,6 @@
-"""Times the `grid` and the `portable` kernels of BatchNormLSTM where both cover a call.
+"""Times the `grid` and the `portable` kernels of BatchNormLSTM for calls that both support.
 
-Forward and backward of a training call in a CUDA graph, so that the host's time does not count.
+Forward and backward of a training call in a CUDA graph, to exclude the host's time.
 The selection in ``rbn.ops.gpu.lstm.grid.grid_kernels`` follows this table. Kernels are compiled in
 several processes first. Appends to benchmarks/results/families.csv.
 """
@@ -36,7 +36,7 @@ COLUMNS += ["gpu", "versions", "commit", "date"]
 
 
 def cases():
-    """The shapes and dtypes that both families cover, and `cluster` does not."""
+    """The shapes and dtypes that both families support and `cluster` does not."""
     for shape in SHAPES:
         for dtype in TYPES:
             T, B, _, H = shape

@@ -1,8 +1,8 @@
-"""Gradients where few sequences of a minibatch reach the late steps.
+"""Gradients when few sequences of a minibatch reach the late steps.
 
-The norm of W_h's gradient at initialization, of a BatchNormLSTM of 64 units whose minibatch has 16
-sequences: some of all steps, the others of 20. With the statistics of the few sequences, and with
-the constants that the layer uses instead. Prints the norms and writes
+Measures the norm of W_h's gradient at initialization for a BatchNormLSTM with 64 units and a
+minibatch of 16 sequences: some have all steps, the others 20. Compares the statistics of the few
+sequences with the constants that the layer uses instead. Prints the norms and writes
 benchmarks/results/few-sequences.csv.
 
     python benchmarks/few_sequences.py

@@ -1,10 +1,10 @@
-"""What steps that one or a few sequences of a minibatch reach contribute to training.
+"""How much training gains from steps that only a few sequences of a minibatch reach.
 
-Digits, read pixel by pixel after noise of random length (exponential), in minibatches of such
-sequences. The longest one is alone for 64 steps in the mean, and ends with its digit. A
-BatchNormLSTM continues the longest sequences with constant statistics (the default) or with their
-own; then the terms of a single one are 0. Both train at two learning rates, then with three seeds
-at the better one. Prints the validation accuracy and writes
+The data are digits, read pixel by pixel after noise of random (exponential) length. The longest
+sequence of a minibatch is alone for 64 steps on average, and ends with its digit. A BatchNormLSTM
+continues the longest sequences with constant statistics (the default) or with their own, in which
+case the terms of a single one are 0. Both train at two learning rates, then with three seeds at the
+better one. Prints the validation accuracy and writes
 benchmarks/results/few-sequences-training.csv.
 
     python benchmarks/few_sequences_training.py
@@ -31,7 +31,7 @@ COLUMNS = (
     *("cpu", "torch", "date", "commit"),
 )
 RATES = ("3e-3", "1e-2")
-HIDDEN, MEAN, MOST = 48, 64, 320  # units, mean and most pixels of noise
+HIDDEN, MEAN, MOST = 48, 64, 320  # units; mean and maximum number of noise pixels
 
 
 def padded(images, generator):
@@ -46,7 +46,7 @@ def padded(images, generator):
 
 
 def accuracy(model, head, part):
-    """Percent of the images of a part that are recognized in `eval()`."""
+    """Accuracy in percent on a part of the data, in `eval()`."""
     generator, right = torch.Generator().manual_seed(0), 0
     model.eval()
     with torch.no_grad():
@@ -91,7 +91,7 @@ def train(way, batch, rate, seed, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batches", default="4,16", help="numbers of sequences, with commas")
+    parser.add_argument("--batches", default="4,16", help="batch sizes, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)

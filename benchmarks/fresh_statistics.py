@@ -1,9 +1,9 @@
-"""How good are the statistics that `eval()` uses in an ordinary training loop?
+"""The quality of the statistics that `eval()` uses in an ordinary training loop.
 
-Trains a small model with nothing but PyTorch's own tools. After every epoch it validates the same
+Trains a small model with PyTorch's own tools only. After every epoch it validates the same
 weights three times: with the running averages (``refresh_stats=False``), with the statistics that
 the layer re-estimates from its most recent training inputs (the default), and with exact ones (the
-whole training set at the current weights). ``--rows`` compares other numbers of kept sequences.
+entire training set at the current weights). ``--rows`` compares other numbers of kept sequences.
 Prints a table and writes benchmarks/results/fresh_statistics.csv, replacing the task's rows.
 
     python benchmarks/fresh_statistics.py digits pdigits pydoc
@@ -143,7 +143,7 @@ def buffers(layer):
 
 
 def with_rows(layer, rows):
-    """A log of the layer's last calls on at least that many sequences."""
+    """A log of the layer's most recent calls, with at least that many sequences."""
     log, total = recent_calls.RecentCalls(), 0
     kept = deque()
     for sequences in reversed(layer.recent_calls._kept):

@@ -1,4 +1,4 @@
-"""Findings on four of the paper's claims from full-size training runs, for the report.
+"""Derives findings on four of the paper's claims from full-size training runs, for the report.
 
 Small initial gammas: from the published runs of Figure 6. The first recurrent weights: from
 benchmarks/results/initialization.csv. Initial hidden states and averaged statistics: from

@@ -1,9 +1,9 @@
 """Trains BN-LSTMs at full size for two of the paper's claims, several at once on one GPU.
 
-Initial hidden states on MNIST in order: noise, nothing, the mean of the image, a fixed and a
-learned projection of it. Population statistics averaged over time, on MNIST and Penn Treebank: each
-trained model is also tested with them. Adds a row for each run to benchmarks/results/claims.csv,
-from which full_size_claims.py makes the report's findings.
+Initial hidden states on MNIST in order: noise, zeros, the mean of the image, a fixed and a learned
+projection of it. Population statistics averaged over time, on MNIST and Penn Treebank: each trained
+model is also tested with them. Adds a row per run to benchmarks/results/claims.csv, from which
+full_size_claims.py makes the report's findings.
 
     python3 benchmarks/full_size_runs.py --seeds 1,2,3 --at-once 6
 """
@@ -37,7 +37,7 @@ COLUMNS += ["diverged_at", "seconds", "gpu", "versions", "commit", "date"]
 
 
 def train(task_name, start, seed, epochs, device):
-    """Train one model to the end. Gives its row."""
+    """Train one model to the end. Returns its row."""
     began = time.monotonic()
     config_name, *settings = SETTINGS[task_name]
     settings += [f"layer.hidden_noise={NOISE if start == 'noise' else 0.0}"]
@@ -74,8 +74,8 @@ def main():
     parser.add_argument("--tasks", default="mnist,ptb")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--at-once", type=int, default=6)
-    parser.add_argument("--epochs", type=int, help="instead of the full size, for a try")
-    parser.add_argument("--minutes", type=float, default=9, help="no run starts or goes on later")
+    parser.add_argument("--epochs", type=int, help="train fewer epochs, as a trial")
+    parser.add_argument("--minutes", type=float, default=9, help="time limit of all runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Times the layers beside the fastest that cuDNN offers for the same call, in one run.
+"""Times the layers and cuDNN's fastest configuration for the same call, in one run.
 
 For each shape: the forward pass, forward and backward together, and inference, in eager PyTorch and
-as CUDA graphs; the memory a training step takes at its peak; the fraction of the time that is the
-floor of gpu_floor.py. The peer in 16 bits is the fastest of cuDNN's LSTM in float16 and bfloat16,
-as a half-precision module and under autocast, with time or batch first; in tf32 the faster of both
-layouts. Variable lengths are compared with its PackedSequence. Rows are in
+as CUDA graphs; the peak memory of a training step; and the lower bound of gpu_floor.py as a
+fraction of the time. The 16-bit baseline is the fastest of cuDNN's LSTM in float16 and bfloat16, as
+a half-precision module and under autocast, with time or batch first; in tf32 the faster of both
+layouts. Variable lengths are compared with its PackedSequence. Rows are written to
 benchmarks/results/gpu.csv as soon as they are measured, the most important first, and name cuDNN's
 fastest configuration. Draws benchmarks/results/gpu.png at the end.
 """
@@ -48,7 +48,7 @@ import rbn
 from rbn.experiments.results import commit
 
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
-PARTS = {  # shapes, and what is measured beside cuDNN
+PARTS = {  # shapes, and what is compared with cuDNN
     "paper": (SHAPES, LAYERS),
     "others": (OTHERS, LAYERS),
     "options": ((OPTIONS_SHAPE,), OPTIONS),
@@ -58,7 +58,7 @@ PARTS = {  # shapes, and what is measured beside cuDNN
 
 
 def plan(classes=tuple(CLASSES), parts=tuple(PARTS), only=()):
-    """What is measured, the most important first: shape (of ``only``), class and layers."""
+    """The measurements, most important first: shape (from ``only``), class and layers."""
     return [
         (shape, kind, layers[kind])
         for part, (shapes, layers) in PARTS.items()
@@ -69,7 +69,7 @@ def plan(classes=tuple(CLASSES), parts=tuple(PARTS), only=()):
 
 
 def run(todo, rows, rates, facts, measure, time_left):
-    """Measure all that there is time for. Gives the layers that failed, and those not reached."""
+    """Measure as much as time allows. Returns the layers that failed, and those not reached."""
     failed, missed, cudnn = [], [], {}
     for shape, kind, layers in todo:
         same = cudnn.get((shape, kind))
@@ -90,12 +90,12 @@ def run(todo, rows, rates, facts, measure, time_left):
                     row |= beside_cudnn(row, same)
                     rows.put(row)
                     show(row)
-            except Exception as error:  # the others are measured all the same
+            except Exception as error:  # the others are still measured
                 failed.append(f"{shape}, {precision}, {what}: {type(error).__name__}: {error}")
                 print(f"failed: {failed[-1]}", flush=True)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        for row in same:  # all of cuDNN's are known now
+        for row in same:  # now all of cuDNN's are known
             rows.put(row | beside_cudnn(row, same))
         gc.collect()
     return failed, missed
@@ -113,7 +113,7 @@ def show(row):
 
 
 def prepare(todo, workers, seconds):
-    """Compile what will be timed, in processes of their own, into the caches on disk."""
+    """Compile the kernels to be timed into the caches on disk, in separate processes."""
     jobs = [
         (shape, precision, what)
         for shape, _, layers in todo
@@ -132,7 +132,7 @@ def prepare(todo, workers, seconds):
     for process in running:
         try:
             process.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:  # what is missing is compiled when it is needed
+        except subprocess.TimeoutExpired:  # missing kernels are compiled when needed
             process.kill()
             process.wait()
 
@@ -145,20 +145,20 @@ def prepare_here(jobs):
             for _, function in ready.each():
                 function()
             torch.cuda.synchronize()
-        except Exception as error:  # it will be said when it is measured
+        except Exception as error:  # reported when it is measured
             print(f"{shape}, {precision}, {what}: {type(error).__name__}", file=sys.stderr)
         torch.cuda.empty_cache()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30, help="end after about so many")
-    parser.add_argument("--repeats", type=int, default=15, help="samples of a figure, at most")
+    parser.add_argument("--minutes", type=float, default=30, help="approximate time limit")
+    parser.add_argument("--repeats", type=int, default=15, help="maximum samples per result")
     parser.add_argument("--classes", default=",".join(CLASSES), help="of " + ", ".join(CLASSES))
-    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
     parser.add_argument("--shapes", nargs="+", default=[], help="only these: B=256 B=512")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
-    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
+    parser.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--prepare", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -176,7 +176,7 @@ def main():
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
     end = time.monotonic() + 60 * arguments.minutes
-    # tf32 means tf32 for all products, as in cuDNN; a batch of one row is no accident here.
+    # tf32 means tf32 for all products, as in cuDNN. Batches of one row are intentional here.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     warnings.simplefilter("ignore")
     if arguments.prepare:

@@ -1,4 +1,4 @@
-"""A kernel that does nothing but meet, for the floor of the GPU benchmark."""
+"""A kernel that only runs grid barriers, for the lower bound of the GPU benchmark."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def barriers(counter, rounds, PROGRAMS: tl.constexpr):
-    """All programs wait for each other, `rounds` times."""
+    """All programs wait for each other `rounds` times."""
     for k in range(rounds):
         tl.debug_barrier()
         tl.atomic_add(counter, 1, sem="release", scope="gpu")

@@ -1,7 +1,7 @@
-"""Short pieces of work for gpu_tests.py, each in a process of its own.
+"""Short jobs for gpu_tests.py, each in a separate process.
 
 gpu_case.py kernels FAMILY [--all-wait]  each kernel once on small layers, for compute-sanitizer
-gpu_case.py first T B I H TYPE           seconds of the first training step, nothing compiled yet
+gpu_case.py first T B I H TYPE           seconds of the first training step, with nothing compiled
 gpu_case.py demo DEVICE MODEL SEED       the test accuracy of one of the digits demo's models
 """
 
@@ -25,10 +25,9 @@ def kernels(family, all_wait):
     """A training and an inference call through every kernel of a family.
 
     small, cuda and wide are in CUDA C++, steps is step by step.
-    The result is compared with the reference's, loosely: what is looked for is looked for by the
-    sanitizer.
+    The result is only loosely compared with the reference's: the sanitizer does the actual check.
 
-    all_wait: compile those in CUDA C++ with barriers at which all wait.
+    all_wait: compile the CUDA C++ kernels with barriers at which all threads wait.
     """
     from rbn.ops.gpu.bn_rnn import rnn_single
     from rbn.ops.gpu.lstm import cuda_kernels, plan
@@ -67,7 +66,7 @@ def kernels(family, all_wait):
     normalized = {}  # more of them, in bf16: inputs, units, what is patched
     if family == "small":
         normalized["one feature"] = (1, 24, [(cluster_kernels, "ONE_FEATURE", (torch.bfloat16,))])
-        if not all_wait:  # racecheck of this one goes on for minutes
+        if not all_wait:  # racecheck of this one takes minutes
             normalized["16 units"] = (3, 136, [])
     if family == "wide":
         normalized["64 rows"] = (3, 24, [(grid_kernels, "PREFERRED", {64: 1})])

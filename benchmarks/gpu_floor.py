@@ -1,9 +1,10 @@
-"""What no implementation of an LSTM layer can do without, in milliseconds.
+"""A lower bound of any LSTM implementation's time, in milliseconds.
 
-Three times, of which the longest is the floor: the products at the rate of a large one; every input
-read and every result written once at the rate of a large copy; and a meeting of all multiprocessors
-in each step of each pass, since every unit of h needs every unit of the step before. What is kept
-for the backward pass is not counted, nor the normalization: a plain LSTM has the same floor.
+The bound is the longest of three times: the products at the rate of a large one; reading every
+input and writing every result once at the rate of a large copy; and a barrier of all
+multiprocessors in each step of each pass, since every unit of h needs every unit of the previous
+step. Neither data saved for the backward pass nor normalization count: a plain LSTM has the same
+bound.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ TYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Rates:
-    """What the card reaches: operations in each precision, bytes, and seconds of a meeting."""
+    """Measured rates of the GPU: operations per precision, bytes, and seconds per barrier."""
 
     operations: dict
     bytes: float
@@ -52,9 +53,9 @@ def floors(shape, precision, rates):
 
 
 def measured_rates(time):
-    """The rates of the card at hand.
+    """Measure the rates of this GPU.
 
-    time: a function that takes a function and gives its median time in milliseconds.
+    time: returns the median time of a function in milliseconds.
     """
     n = 8192
     operations = {}
@@ -68,7 +69,7 @@ def measured_rates(time):
 
 
 def time_of_a_meeting(time, device="cuda"):
-    """Seconds that all multiprocessors take to meet once, by a barrier in Triton."""
+    """Seconds of one barrier of all multiprocessors, in Triton."""
     from gpu_barriers import barriers
 
     programs, rounds, options = 1, 3, {}
@@ -83,5 +84,7 @@ def time_of_a_meeting(time, device="cuda"):
 
     milliseconds = time(run)
     if counter.item() != programs * rounds:
-        raise RuntimeError(f"{programs} programs met {counter.item()} times, not {rounds} each")
+        raise RuntimeError(
+            f"{programs} programs passed {counter.item()} barriers instead of {rounds}"
+        )
     return milliseconds / rounds / 1e3

@@ -1,4 +1,4 @@
-"""What the GPU benchmark times: our layers, cuDNN's, and the ways of those without a kernel."""
+"""The layers of the GPU benchmark: ours, cuDNN's, and implementations without a kernel."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ def _weights(inputs, hidden):
 class ScriptedLayerNormLSTM(nn.Module):
     """A LayerNorm LSTM as a loop over its cell, for `torch.jit.script`, as in PyTorch's benchmarks.
 
-    The input product of all steps is one here, which they have in the loop.
+    The input product is one for all steps here; theirs is in the loop.
     """
 
     def __init__(self, inputs, hidden):
@@ -68,7 +68,7 @@ def _next(wx, wh, c):
 
 
 def training_cell(wx, h, c, weight, gamma_h, gamma_c, beta_c):
-    """A step of equations 6 to 8 with the statistics of the minibatch."""
+    """A step of equations 6 to 8 with minibatch statistics."""
     wh = h @ weight
     c, o = _next(wx, _bn(wh, gamma_h, *_moments(wh)), c)
     h = o * torch.tanh(_bn(c, gamma_c, *_moments(c)) + beta_c)
@@ -76,16 +76,16 @@ def training_cell(wx, h, c, weight, gamma_h, gamma_c, beta_c):
 
 
 def inference_cell(wx, h, c, weight, gamma_h, gamma_c, beta_c, mean_h, var_h, mean_c, var_c):
-    """The same with given statistics."""
+    """A step with given statistics."""
     c, o = _next(wx, _bn(h @ weight, gamma_h, mean_h, var_h), c)
     h = o * torch.tanh(_bn(c, gamma_c, mean_c, var_c) + beta_c)
     return h.to(weight.dtype), c
 
 
 class CompiledCellBatchNormLSTM(nn.Module):
-    """The BN-LSTM as a loop over a cell that torch.compile made: the best without a kernel.
+    """The BN-LSTM as a loop over a cell compiled by torch.compile: the best without a kernel.
 
-    The cell is float32 but for its product, as in `rbn.BatchNormLSTM`. In `eval()` all steps use
+    The cell is float32 except for its product, as in `rbn.BatchNormLSTM`. In `eval()` all steps use
     the statistics in its buffers.
     """
 
@@ -124,7 +124,7 @@ class CompiledCellBatchNormLSTM(nn.Module):
 
 
 class BothWays(nn.Module):
-    """Two layers, one of them backwards in time."""
+    """Two layers, one of which runs backwards in time."""
 
     def __init__(self, there, back):
         super().__init__()
@@ -149,7 +149,7 @@ def make_layer(what, shape):
             options = {"input_stats": "sequence"}
         return rbn.BatchNormLSTM(I, H, bidirectional=both, max_length=T, **options)
     if what == COMPILED:
-        torch._dynamo.reset()  # or the cells of many shapes would count as one, compiled too often
+        torch._dynamo.reset()  # else many shapes count as too many recompilations
         make = CompiledCellBatchNormLSTM
     elif what == SCRIPTED:
 

@@ -1,9 +1,9 @@
-"""Times LayerNormLSTM beside cuDNN's plain nn.LSTM on the GPU, forward and backward.
+"""Times LayerNormLSTM and cuDNN's plain nn.LSTM on the GPU, forward and backward.
 
-Our layer runs in one launch per pass where its kernels cover the shape, and for comparison step by
-step and with the work divided in other ways. cuDNN runs in both layouts and, beside our bf16, also
-in fp16, where it has faster kernels. Prints a table and writes benchmarks/results/gpu-ln.csv, a row
-for each shape, precision and layer.
+Our layer runs in one launch per pass if its kernels support the shape, and for comparison step by
+step and with other tilings. cuDNN runs in both layouts, and also in fp16, where it has faster
+kernels. Prints a table and writes benchmarks/results/gpu-ln.csv, with a row for each shape,
+precision and layer.
 """
 
 import argparse
@@ -45,7 +45,7 @@ COLUMNS = [
 
 
 def tilings(name, dtype):
-    """Other ways to divide the work, by name, for comparison with the one that is chosen."""
+    """Other tilings by name, for comparison with the one that is chosen."""
     _, batch, _, hidden = SHAPES[name]
     chosen, limit = ln_single.choose(dtype, batch, hidden, 0), shared_limit(0)
     found = {}
@@ -57,7 +57,7 @@ def tilings(name, dtype):
 
 
 def rows(name, precision, layers):
-    """What to measure: name, precision, and what `tiling_for` is to return instead, if anything."""
+    """What to measure: name, precision, and a replacement for `tiling_for`'s result, if any."""
     if "cudnn" in layers:
         for each in (precision, "fp16") if precision == "bf16" else (precision,):
             yield from ((what, each, None) for what in (CUDNN, BATCH_FIRST))
@@ -71,9 +71,9 @@ def rows(name, precision, layers):
 
 
 def measure(what, shape, precision, tiling, repeats):
-    """The columns of a layer's row: milliseconds called from Python and in a CUDA graph.
+    """The columns of a layer's row: milliseconds in eager mode and in a CUDA graph.
 
-    None of them without repeats, which only compiles kernels.
+    Empty without repeats, which only compiles kernels.
     """
     T, B, I, H = shape  # noqa: E741
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The picture of the GPU benchmark's rows."""
+"""Plots the GPU benchmark's rows."""
 
 from gpu_rows import BN_LSTM, CUDNN, GRAPH, LSTM, OTHERS, PRECISIONS, SHAPES, SWEEPS
 
@@ -9,7 +9,7 @@ AXES = {"H": "units (T 100, batch 64)", "B": "batch (T 100, H 256)", "T": "steps
 
 
 def draw(rows, path):
-    """The shapes as speed against cuDNN, and the sweeps, if any, as milliseconds."""
+    """The shapes as speed relative to cuDNN, and the sweeps, if any, in milliseconds."""
     from matplotlib.figure import Figure
 
     if not rows:
@@ -31,7 +31,7 @@ def _number(row, name):
 
 
 def _speed(axes, rows):
-    """Bars: how many times as fast as cuDNN the BN-LSTM is, called and in a CUDA graph."""
+    """Bars: how many times as fast as cuDNN the BN-LSTM is, eager and in a CUDA graph."""
     shapes = SHAPES | OTHERS
     series = [(p, graph) for p in PRECISIONS for graph in ("", GRAPH)]
     width = 0.85 / len(series)
@@ -64,7 +64,7 @@ def _speed(axes, rows):
 
 
 def _sweep(axes, rows, letter):
-    """Milliseconds over one of the sizes, as CUDA graphs, in bf16."""
+    """Milliseconds over one of the sizes, in CUDA graphs, in bf16."""
     for what, colour in LINES.items():
         points = sorted(
             (float(row[letter]), _number(row, "fwdbwd_ms"))

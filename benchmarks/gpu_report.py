@@ -1,4 +1,4 @@
-"""A plugin of pytest: why a test failed is told at once, as the process may be stopped later."""
+"""A pytest plugin that reports failures at once, because the process may be stopped later."""
 
 import pytest
 
@@ -7,7 +7,7 @@ class _AtOnce:
     def __init__(self, config):
         self._reporter = config.pluginmanager.get_plugin("terminalreporter")
 
-    @pytest.hookimpl(trylast=True)  # when the outcome is written
+    @pytest.hookimpl(trylast=True)  # after the outcome is written
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self._reporter.write_line("")

@@ -1,7 +1,7 @@
-"""Times BatchNormRNN beside cuDNN's plain nn.RNN on the GPU, forward and backward.
+"""Times BatchNormRNN and cuDNN's plain nn.RNN on the GPU, forward and backward.
 
 Our layer runs in one launch per pass, and for comparison step by step. Prints a table and writes
-benchmarks/results/gpu-rnn.csv, a row for each shape, precision and layer.
+benchmarks/results/gpu-rnn.csv, with a row for each shape, precision and layer.
 """
 
 import argparse
@@ -34,7 +34,7 @@ COLUMNS = [
 
 
 def measure(what, shape, precision, repeats):
-    """The columns of a layer's row: milliseconds called from Python and in a CUDA graph."""
+    """The columns of a layer's row: milliseconds in eager mode and in a CUDA graph."""
     T, B, I, H = shape  # noqa: E741
     torch.manual_seed(0)
     layer = torch.nn.RNN(I, H) if what == CUDNN else rbn.BatchNormRNN(I, H, max_length=T)

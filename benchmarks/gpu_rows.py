@@ -1,4 +1,4 @@
-"""What the GPU benchmark found: rows of a CSV file that grows while it runs, and their picture."""
+"""Results of the GPU benchmark: rows of a CSV file that grows while it runs, and their plot."""
 
 import csv
 import os
@@ -12,7 +12,7 @@ SHAPES = {
     "cnn": (300, 64, 240, 240, 1),
     "cnn, both ways": (300, 64, 240, 240, 2),
 }  # T, B, I, H, directions
-OTHERS = {  # where cuDNN has its fastest kernels, or the host's time counts most
+OTHERS = {  # for which cuDNN has its fastest kernels, or the host's time counts most
     ", ".join(map(str, sizes)): (*sizes, 1)
     for sizes in (
         *((1024, 16, 512, 512), (1024, 16, 768, 768), (100, 64, 256, 512)),
@@ -29,7 +29,7 @@ ALL_SHAPES = SHAPES | OTHERS | SWEEPS
 OPTIONS_SHAPE = "100, 64, 256, 512"
 
 PRECISIONS = ("bf16", "tf32", "fp16")
-# A user who wants 16 bits may take either of them, so cuDNN's fastest of both is the peer.
+# A user who wants 16 bits may take either of them, so the baseline is cuDNN's faster one.
 CLASSES = {"16 bits": ("bf16", "fp16"), "tf32": ("tf32",)}
 CUDNN, LSTM, BN_LSTM = "torch.nn.LSTM (cuDNN)", "rbn.LSTM", "rbn.BatchNormLSTM"
 COMPILED, SCRIPTED = "compiled BN-LSTM cell", "scripted LayerNorm LSTM"
@@ -37,8 +37,8 @@ GRAPH, BATCH_FIRST, AUTOCAST = ", CUDA graph", ", batch first", ", autocast"
 PACKED, LENGTHS, ZONEOUT = ", PackedSequence", ", lengths", ", zoneout"
 SEQUENCE_STATISTICS = ", input_stats sequence"
 
-# What is measured in a class, each a precision and a name. Under autocast, torch runs cuDNN's LSTM
-# in float16, also where bfloat16 is asked for.
+# The measurements of a class: precision and name. Under autocast, torch runs cuDNN's LSTM in
+# float16 even if bfloat16 is requested.
 CUDNNS = {
     "16 bits": [
         (precision, CUDNN + autocast + layout)
@@ -87,8 +87,8 @@ def captured(what):
 class Rows:
     """The rows of a file, one for each shape, precision and layer.
 
-    Every row that is put in is on disk before the next is measured; one of an earlier run stays
-    until its own place is measured again.
+    Every added row is on disk before the next one is measured. A row of an earlier run stays until
+    it is measured again.
     """
 
     def __init__(self, path, fresh=False):
@@ -102,7 +102,7 @@ class Rows:
     def put(self, row):
         unknown = row.keys() - set(COLUMNS)
         if unknown:
-            raise ValueError(f"there is no column {', '.join(sorted(unknown))}")
+            raise ValueError(f"unknown columns: {', '.join(sorted(unknown))}")
         self.found[_key(row)] = {name: row.get(name, "") for name in COLUMNS}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
@@ -121,7 +121,7 @@ def _key(row):
 
 
 def _order(row):
-    """As in the lists above; what is in none of them comes last."""
+    """The order of the lists above; everything else comes last."""
     names = [CUDNN, LSTM, BN_LSTM, COMPILED, SCRIPTED]
     layer = next((name for name in names if row["what"].startswith(name)), None)
     lists = (list(ALL_SHAPES), row["shape"]), (list(PRECISIONS), row["precision"]), (names, layer)
@@ -130,14 +130,14 @@ def _order(row):
 
 
 def median_and_spread(samples):
-    """The median, and half the distance between the quartiles."""
+    """The median, and half the interquartile range."""
     ordered = sorted(samples)
     n = len(ordered)
     return statistics.median(ordered), (ordered[3 * n // 4] - ordered[n // 4]) / 2
 
 
 def figures_of(found, floors):
-    """The columns of what was measured.
+    """The columns of a measurement.
 
     found: for "fwd", "fwdbwd" and "infer" the samples in milliseconds; "peak_mb" if known.
     floors: the milliseconds that no implementation can go below.
@@ -157,11 +157,11 @@ def figures_of(found, floors):
 
 
 def beside_cudnn(row, cudnn):
-    """How the row stands to the fastest of cuDNN's rows of the same run, shape and class.
+    """Compare a row with the fastest of cuDNN's rows of the same run, shape and class.
 
-    A training step that is called is compared with the fastest called one, one in a CUDA graph
-    with the fastest in a CUDA graph. Variable lengths are compared with cuDNN's PackedSequence.
-    Memory is compared with the least.
+    Eager training steps are compared with the fastest eager one, those in a CUDA graph with the
+    fastest in a CUDA graph. Variable lengths are compared with cuDNN's PackedSequence, memory with
+    the smallest.
     """
     packed = any(word in row["what"] for word in (PACKED, LENGTHS))
     cudnn = [r for r in cudnn if (PACKED in r["what"]) == packed]

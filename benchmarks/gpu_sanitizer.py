@@ -1,4 +1,4 @@
-"""compute-sanitizer: where it is, and what it says of the kernels, one family at a time."""
+"""Finds compute-sanitizer, and runs it on the kernels, one family at a time."""
 
 import glob
 import json
@@ -14,9 +14,9 @@ import torch
 TOOLS = ("memcheck", "racecheck")
 FAMILIES = ("small", "cuda", "wide", "steps")
 AT_ONCE = 3
-LONGEST = 240  # seconds of one check: a kernel that goes on holds the card's other users up
+LONGEST = 240  # seconds of one check: a hanging kernel blocks the GPU's other users
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
-_MOST = 2000  # reports that are printed
+_MOST = 2000  # maximum number of printed reports
 _ACCESS = r"(Read|Write) access at (.+)\+(0x[0-9a-f]+)"
 _RACE = re.compile(
     rf"(Error|Warning): (?:\([^)]*\) )?Race reported between {_ACCESS}.*\n((?:=+ +and .*\n?)+)"
@@ -25,7 +25,7 @@ _OTHER = re.compile(rf"and {_ACCESS}.*\[(\d+) hazards\]")
 
 
 def find_sanitizer():
-    """The binary: on the PATH, in a CUDA toolkit, or in a Python package; None without any."""
+    """The binary on the PATH, in a CUDA toolkit, or in a Python package; None if there is none."""
     found = shutil.which("compute-sanitizer")
     if found:
         return found
@@ -45,7 +45,7 @@ def find_sanitizer():
 
 
 def version(binary, run):
-    """Which compute-sanitizer it is: what it takes for a race has changed between versions."""
+    """The version of compute-sanitizer: what it reports as a race differs between versions."""
     if binary is None:
         return "absent"
     words = run([binary, "--version"], 60).output
@@ -54,9 +54,9 @@ def version(binary, run):
 
 
 def races(output):
-    """What racecheck reported: kernel, places in its machine code, hazards and launches in all.
+    """What racecheck reported: kernel, locations in its machine code, total hazards and launches.
 
-    output: what it printed. A place that was reported of several launches is listed once.
+    output: its output. A location reported for several launches is listed once.
     """
     found = {}
     for severity, access, kernel, at, others in _RACE.findall(output):
@@ -77,19 +77,19 @@ def races(output):
 
 
 def check_tool(binary, tool, family, script, run, timeout):
-    """The outcome of one tool on the kernels of one family, with its own words.
+    """The outcome of one tool on the kernels of one family, with its output.
 
-    clean, errors, absent (the tool), not run (the kernels are not for this card), stopped, failed.
+    clean, errors, absent (no tool), not run (kernels not for this GPU), stopped, failed.
     """
     if binary is None:
         return {"outcome": "absent", "words": "no compute-sanitizer was found"}
     command = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", str(_MOST)]
-    # What the driver answers is looked at, and "no such argument" is how their number is found.
+    # Ignore API errors: "no such argument" is how the number of arguments is found.
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    # Each tensor its own allocation, so that a read beyond one is seen.
+    # A separate allocation for each tensor, so that reads beyond one are detected.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
     case = [sys.executable, str(script), "kernels", family]
-    # Racecheck takes barriers at which only some wait for none.
+    # Racecheck ignores barriers at which only some threads wait.
     case += ["--all-wait"] if tool == "racecheck" else []
     done = run([*command, *case], timeout, **alone)
     summary = _SUMMARY.findall(done.output)
@@ -107,16 +107,16 @@ def check_tool(binary, tool, family, script, run, timeout):
         found["races"] = races(done.output)
     elif outcome in ("errors", "failed", "stopped"):
         marked = [line for line in done.output.splitlines() if line.startswith("=====")]
-        # Whose call it was says nothing of a kernel, and an error has dozens of such lines.
+        # Host stack frames say nothing about a kernel, and an error has dozens of them.
         marked = [line for line in marked if "Host Frame" not in line and line.strip("= ")]
         found["log"] = (marked or done.output.splitlines())[:80]
     return found
 
 
 def check_all(binary, script, run, timeout, pool):
-    """Start all tools on all families; gives back what waits for them: outcomes by family.
+    """Start all tools on all families. Returns a function that waits for the outcomes by family.
 
-    A few at a time: while a kernel is looked at, the card's other users wait.
+    Runs a few at a time, because the GPU's other users wait while a kernel is checked.
     """
     end, turn = time.monotonic() + timeout, threading.Semaphore(AT_ONCE)
 
@@ -135,6 +135,6 @@ def check_all(binary, script, run, timeout, pool):
 
 
 def clean(found):
-    """Whether no tool found anything. found: what `check_all` gave."""
+    """Whether no tool found anything. found: the outcomes of `check_all`."""
     outcomes = [one["outcome"] for family in FAMILIES for one in found[family].values()]
     return all(outcome in ("clean", "absent", "not run") for outcome in outcomes)

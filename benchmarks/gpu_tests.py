@@ -1,8 +1,8 @@
-"""Runs everything that only a GPU can prove, and writes down what came of it.
+"""Runs everything that needs a GPU to test, and writes a summary.
 
 The tests marked gpu, in several processes that share the card; compute-sanitizer's memcheck and
 racecheck on each family of kernels; the seconds of a first call with nothing compiled; the digits
-demo on the GPU beside the CPU. Writes benchmarks/results/gpu-tests.json and ends with 1 where
+demo on the GPU and on the CPU. Writes benchmarks/results/gpu-tests.json, and exits with 1 if
 anything failed.
 """
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 CASE = Path(__file__).with_name("gpu_case.py")
 FIRST = {"ptb, bf16": (100, 64, 50, 1000, "bf16"), "text8, tf32": (180, 128, 27, 2000, "tf32")}
-_TURNS = 3  # of each process that runs tests, with a part of them each time
+_TURNS = 3  # rounds of each test process, with a part of the tests in each
 MODELS, SEEDS = ("LSTM", "BN-LSTM"), (1, 2)
 _OUTCOME = re.compile(r"^(tests/.+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.M)
 _REASON = re.compile(r"^(?:FAILED|ERROR) (tests/.+?::.+?)(?: - (.*))?$", re.M)
@@ -40,7 +40,7 @@ _REASON = re.compile(r"^(?:FAILED|ERROR) (tests/.+?::.+?)(?: - (.*))?$", re.M)
 
 @dataclass(frozen=True)
 class Done:
-    """What a process left behind; rc is None where it was stopped at its time."""
+    """The outcome of a process; rc is None if it was stopped by the time limit."""
 
     rc: int | None
     output: str
@@ -50,8 +50,8 @@ class Done:
 def run(command, timeout, **environment):
     """Run a command from the repository's root, stdout and stderr together.
 
-    What it started goes with it when its time is over: compute-sanitizer's program, left behind,
-    would keep the card busy.
+    At the time limit its children are killed, too: a program left behind by compute-sanitizer
+    would keep the GPU busy.
     """
     began = time.monotonic()
     paths = [str(ROOT / "src"), str(CASE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -76,7 +76,7 @@ def run(command, timeout, **environment):
 
 
 def last_json(done):
-    """The object that a case printed last, or one that says what happened instead."""
+    """The last object that a case printed, or one that describes the failure."""
     for line in reversed(done.output.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -92,7 +92,7 @@ def pytest_command(*arguments):
 
 
 def collect():
-    """The names of all tests that are marked gpu."""
+    """The names of all tests marked gpu."""
     done = run(pytest_command("-m", "gpu", "--collect-only", "-q", "tests"), 120)
     if done.rc != 0:
         sys.exit(f"the tests could not be collected:\n{done.output}")
@@ -100,9 +100,9 @@ def collect():
 
 
 def run_tests(names, timeout, run):
-    """Some of the tests, in a process of their own; a line for each as soon as it is over."""
+    """Run some of the tests in a separate process, with a line for each as soon as it ends."""
     flags = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--strict-markers"]
-    flags += ["-p", "gpu_report", "-o", "faulthandler_timeout=90"]  # says where one waits
+    flags += ["-p", "gpu_report", "-o", "faulthandler_timeout=90"]  # shows where a test hangs
     if importlib.util.find_spec("pytest_timeout"):
         flags.append("--timeout=180")
     # Wide enough for the reasons of failures in the summary.
@@ -110,9 +110,9 @@ def run_tests(names, timeout, run):
 
 
 def outcomes(names, logs):
-    """The counts, with the reason of each failure; what has no outcome was stopped.
+    """The counts, with the reason of each failure. Tests without an outcome were stopped.
 
-    names: of all tests. logs: what pytest wrote, of each process.
+    names: all tests. logs: pytest's output, for each process.
     """
     found, reasons = {}, {}
     for log in logs:
@@ -140,9 +140,9 @@ def outcomes(names, logs):
 def compare_demos(found):
     """Whether the GPU's models are as good as the CPU's.
 
-    found: what `gpu_case.py demo` printed, by device, model and seed. The part of some hundred
-    images that is named rightly has a standard error; two of them differ by chance by up to twice
-    that of their difference.
+    found: output of `gpu_case.py demo`, by device, model and seed. The accuracy on a few hundred
+    images has a standard error; two accuracies differ by chance by up to twice the standard error
+    of their difference.
     """
     verdict = {}
     for model in MODELS:
@@ -166,9 +166,9 @@ def compare_demos(found):
 
 
 def everything(workers, seconds, run=run, collect=collect, sanitizer=find_sanitizer, keep=None):
-    """The summary. Nothing waits for anything else: the card is shared, which is a test too.
+    """Run all parts at the same time, which also tests sharing a GPU. Returns the summary.
 
-    keep: called with what all processes of the tests wrote.
+    keep: called with the output of all test processes.
     """
     os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
     began, names = time.monotonic(), collect()
@@ -191,7 +191,7 @@ def everything(workers, seconds, run=run, collect=collect, sanitizer=find_saniti
             for seed in SEEDS
         }
         checked = check_all(binary, CASE, run, left, pool)
-        # More of them than run at once: some take twice as long as others.
+        # More parts than processes, because some take twice as long as others.
         shards = [names[k :: _TURNS * workers] for k in range(min(_TURNS * workers, len(names)))]
         end = time.monotonic() + left
         with ThreadPoolExecutor(workers) as turns:
@@ -217,7 +217,7 @@ def everything(workers, seconds, run=run, collect=collect, sanitizer=find_saniti
 
 
 def passed(summary):
-    """Whether nothing failed. A sanitizer that is not there is said, and is no failure."""
+    """Whether nothing failed. A missing sanitizer is reported, but is not a failure."""
     return (
         not summary["failed"]
         and not summary["unfinished"]
@@ -229,10 +229,10 @@ def passed(summary):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=20, help="stop what takes longer")
+    parser.add_argument("--minutes", type=float, default=20, help="stop whatever takes longer")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--log", type=Path, default=os.devnull, help="for what the tests write")
+    parser.add_argument("--log", type=Path, default=os.devnull, help="file for the tests' output")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device; the tests marked gpu would all be skipped")

@@ -1,4 +1,4 @@
-"""How the GPU benchmark times a layer: with CUDA events, called and as CUDA graphs."""
+"""Times a layer for the GPU benchmark: with CUDA events, eager and in CUDA graphs."""
 
 import time
 
@@ -8,11 +8,11 @@ from gpu_layers import make_layer
 from gpu_rows import AUTOCAST, BATCH_FIRST, CUDNN, GRAPH, LENGTHS, PACKED, SCRIPTED
 
 DEVICE = "cuda"
-SECONDS = 0.3  # for the samples of one figure, or three of them
+SECONDS = 0.3  # for the samples of one result, or of three
 
 
 def sample(function, repeats):
-    """Milliseconds of some calls: as many as asked for, or fewer where they take long."""
+    """Milliseconds of some calls: as many as requested, or fewer if they take long."""
     samples, began = [], time.perf_counter()
     for k in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -31,7 +31,7 @@ def sample(function, repeats):
 
 
 class Ready:
-    """A layer on the card with its input, and what is timed of it."""
+    """A layer on the GPU with its input, and the functions to time."""
 
     def __init__(self, what, shape, precision):
         T, B, I, H, directions = shape  # noqa: E741
@@ -71,7 +71,7 @@ class Ready:
         self.forward()
 
     def each(self):
-        """The three with their names, the layer in the right mode."""
+        """The three functions by name, each with the layer in the right mode."""
         self.layer.train()
         yield "fwd", self.forward
         yield "fwdbwd", self.both
@@ -94,7 +94,7 @@ class Ready:
 
 
 def capture(function):
-    """A call as a CUDA graph: what is left without the host's share."""
+    """A call as a CUDA graph: its time without the host's share."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -108,8 +108,8 @@ def capture(function):
 
 
 def measure(what, shape, precision, repeats):
-    """What was found of a layer, called and as a CUDA graph, by the names of their rows."""
+    """The results of a layer, eager and in a CUDA graph, by the names of their rows."""
     ready = Ready(what, shape, precision)
     yield what, ready.called(repeats)
-    if what != SCRIPTED:  # which its users call
+    if what != SCRIPTED:  # which is used in eager mode
         yield what + GRAPH, ready.captured(repeats)

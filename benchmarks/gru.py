@@ -1,8 +1,9 @@
-"""What normalization brings to a GRU: `rbn.BatchNormGRU` beside `torch.nn.GRU` on small tasks.
+"""The effect of normalization on a GRU: `rbn.BatchNormGRU` and `torch.nn.GRU` on small tasks.
 
-Digits in order and permuted, read pixel by pixel, and characters of Python's documentation. Both
-layers train for the same number of steps with Adam at four learning rates, which fall to 0 over the
-second half, then with two more seeds at the rate with the best validation result. Prints results
+The tasks are digits in order and permuted, read pixel by pixel, and characters of Python's
+documentation. Both layers train for the same number of steps with Adam at four learning rates,
+which decay to 0 over the second half, then with two more seeds at the rate with the best validation
+result. Prints results
 and writes benchmarks/results/gru.csv.
 
     python benchmarks/gru.py
@@ -35,7 +36,7 @@ STEPS = {"digits": 600, "pdigits": 600, "pydoc": 1000}
 
 
 class Network(nn.Module):
-    """The recurrent layer and a linear one, at every step or only at the last."""
+    """The recurrent layer and a linear layer, at every step or only at the last."""
 
     def __init__(self, layer, outputs, last):
         super().__init__()

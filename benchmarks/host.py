@@ -1,8 +1,8 @@
-"""What the host does around a GPU kernel: PyTorch operations and microseconds of a layer's call.
+"""Host overhead of a GPU layer's call: PyTorch operations and microseconds.
 
 Needs no GPU: the kernels, and the matrix products around them, are stand-ins that do nothing, and
-tensors are small and on the CPU. So the times are those of Python and of making operations ready,
-without a driver's share; they compare two states of the source on one machine, no more.
+tensors are small and on the CPU. So the times are those of Python and PyTorch's
+dispatch, without the driver. Use them only to compare two versions of the source on one machine.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def _average_in(traced, kernel, terms, momentum, seen):
 
 @contextlib.contextmanager
 def stand_ins(kernels="portable"):
-    """The CUDA C++ kernels of one family take every call, and do nothing; nor do products."""
+    """Make the CUDA C++ kernels of one family accept every call and do nothing, like products."""
     backward, cuda_kernels, forward, plan, prepare, prepare_kernels = (
         importlib.import_module(f"rbn.ops.gpu.lstm.{name}")
         for name in ("backward", "cuda_kernels", "forward", "plan", "prepare", "prepare_kernels")
@@ -109,7 +109,7 @@ def stand_ins(kernels="portable"):
             (portable_kernels, "kernel", lambda *sizes: _Kernel()),
             (cluster_kernels, "cluster_of", lambda *sizes: 1),
             (cluster_kernels, "kernel", lambda *sizes: _Kernel()),
-            # The averages' own kernel, which a layer on a CPU does not use.
+            # The kernel for running averages, which a layer on a CPU does not use.
             (
                 averages,
                 "average_in",
@@ -139,7 +139,7 @@ def stand_ins(kernels="portable"):
 
 
 def calls(make, directions, dtype=torch.bfloat16):
-    """The three calls of a layer, by name, each in the mode that it is for."""
+    """The three calls of a layer by name, each in its mode."""
     options = {"max_length": T} if make is rbn.BatchNormLSTM else {}
     layer = make(I, H, bidirectional=directions == 2, **options).to(dtype)
     x = torch.randn(T, B, I, dtype=dtype)
@@ -164,7 +164,7 @@ def calls(make, directions, dtype=torch.bfloat16):
 
 
 def operations(function):
-    """How many of PyTorch's operations a call makes, not counting those inside of others."""
+    """Number of PyTorch operations of a call, not counting those inside others."""
     return counts(function)["operations"]
 
 
@@ -177,7 +177,7 @@ def counts(function):
     found = [e for e in seen.events() if e.name.startswith("aten::")]
     outer = [e for e in found if not (e.cpu_parent and e.cpu_parent.name.startswith("aten::"))]
     allocated = [e for e in found if e.name in ("aten::empty", "aten::empty_strided")]
-    # Copies and fills are launches, too, as far as there is no stand-in for them.
+    # Copies and fills without a stand-in are launches, too.
     filled = [e for e in found if e.name in ("aten::copy_", "aten::fill_", "aten::zero_")]
     before, calls = _launched[0], [0]
 
@@ -196,7 +196,7 @@ def counts(function):
 
 
 def microseconds(function, repeats):
-    """The fastest of some rounds, in processor time: others at work on the machine only add."""
+    """The fastest of some rounds, in processor time: other work can only add to it."""
     rounds = []
     for _ in range(repeats):
         began = time.process_time()
@@ -236,7 +236,7 @@ def rows(repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15, help="rounds of 30 calls")
+    parser.add_argument("--repeats", type=int, default=15, help="number of rounds of 30 calls")
     parser.add_argument("--add", action="store_true", help=f"add the table to {RESULTS.name}")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

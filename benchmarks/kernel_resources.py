@@ -1,8 +1,8 @@
-"""Compiles the CUDA C++ kernels for GPUs that are not here, and lists what each kernel takes.
+"""Compiles the CUDA C++ kernels for GPUs that are not present, and lists each kernel's resources.
 
 Needs NVRTC but no GPU. For each GPU: registers, shared memory and stack of every kernel at the
-largest layer that fits, in bf16 and float32. These are the compiler's numbers; nothing was run on
-these GPUs except the H200. Prints a table and writes benchmarks/results/kernel-resources.csv.
+largest layer that fits, in bf16 and float32. These are the compiler's numbers; of these GPUs, only
+the H200 has run the kernels. Prints a table and writes benchmarks/results/kernel-resources.csv.
 """
 
 import csv
@@ -25,7 +25,7 @@ from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.runtime import nvrtc
 
 RESULTS = Path(__file__).parent / "results" / "kernel-resources.csv"
-REGISTERS = 65536  # of a multiprocessor, on all of these
+REGISTERS = 65536  # per multiprocessor, on all of these GPUs
 BATCH = 64
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 # The macros of a training call.
@@ -38,7 +38,7 @@ class GPU:
     name: str
     capability: tuple[int, int]
     processors: int
-    shared: int  # bytes that a block may use
+    shared: int  # maximum bytes per block
 
 
 GPUS = [
@@ -53,7 +53,7 @@ GPUS = [
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel and what it is launched with."""
+    """A kernel and its launch configuration."""
 
     name: str
     arch: str
@@ -66,12 +66,12 @@ class Compiled:
 
 
 def find_nvrtc():
-    """NVRTC from its Python package, or as torch has it; None if it is not installed."""
+    """NVRTC from its Python package or from torch; None if it is not installed."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*")):
             for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
-                ctypes.CDLL(str(builtins))  # which NVRTC looks for by its name
+                ctypes.CDLL(str(builtins))  # which NVRTC looks up by name
             return ctypes.CDLL(str(path))
     return nvrtc.library()
 
@@ -116,7 +116,7 @@ def _portable(gpu, dtype):
 
 
 def _rnn(gpu, dtype):
-    """Of BatchNormRNN."""
+    """The kernels of BatchNormRNN."""
     arch = nvrtc.architecture(gpu.capability)
     for hidden in range(16 * gpu.processors, 0, -16):
         cut = rnn_single.choose(dtype, BATCH, hidden, gpu.processors, gpu.shared)
@@ -129,7 +129,7 @@ def _rnn(gpu, dtype):
 
 
 def _layer_norm(gpu, dtype):
-    """Of LayerNormLSTM, as layers of 100, 256 and 512 units are divided on an H200."""
+    """The kernels of LayerNormLSTM, with the tilings of 100, 256 and 512 units on an H200."""
     arch = nvrtc.architecture(gpu.capability)
     for hidden, cluster, tiles in ((100, 4, 1), (256, 4, 2), (512, 8, 1)):
         tiling = ln_single.tiling(dtype, hidden, cluster, gpu.shared, tiles)
@@ -178,7 +178,7 @@ def _grid(gpu, dtype):
 
 
 def resources(kernel):
-    """Registers of a thread and bytes of its stack, where spilled registers go."""
+    """Registers per thread and bytes of its stack, which holds spilled registers."""
     code = nvrtc.compile_source(nvrtc.source(kernel.name), kernel.name, kernel.defines, kernel.arch)
     found = {_REGISTER_COUNT: 0, _FRAME_SIZE: 0}
     for name, content in _sections(code):
@@ -201,7 +201,7 @@ def _sections(elf):
 
 
 def _attributes(content):
-    """Numbers and payloads of the attributes that have one."""
+    """Numbers and payloads of the attributes that have a payload."""
     at = 0
     while at < len(content):
         form, attribute, size = struct.unpack_from("<BBH", content, at)

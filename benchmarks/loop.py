@@ -1,7 +1,7 @@
-"""What a training step takes beyond its layer's own forward and backward pass.
+"""The time of a training step beyond its layer's forward and backward pass.
 
-A step of `rbn train`, on random text of the data set's alphabet and length, beside the recurrent
-layer alone on the same minibatch in the same run; on a GPU both are CUDA graphs. Writes
+Times a step of `rbn train`, on random text with the data set's alphabet and length, and the
+recurrent layer alone on the same minibatch in the same run; on a GPU both are CUDA graphs. Writes
 benchmarks/results/loop.csv. With --profile it shows the kernels of a step, longest first.
 """
 
@@ -25,8 +25,8 @@ from rbn.training import make_fabric
 
 RESULTS = Path(__file__).parent / "results" / "loop.csv"
 GROUP = 20  # calls timed together on a GPU
-WARM_UP = 5  # calls before, in which kernels are compiled and graphs captured
-TEXTS = {"ptb": (50, 5_059_550), "text8": (27, 90_000_000)}  # symbols, characters to train with
+WARM_UP = 5  # earlier calls, which compile kernels and capture graphs
+TEXTS = {"ptb": (50, 5_059_550), "text8": (27, 90_000_000)}  # symbols, training characters
 COLUMNS = (
     *("task", "model", "precision", "batch_size", "length", "hidden_size", "layer_ms", "step_ms"),
     *("overhead", "device", "torch", "date", "commit"),
@@ -80,7 +80,7 @@ def layer_alone(task, config, device):
 
 
 def measure(config, device, repeats, profiled=False):
-    """The figures of one config, as a row less where it ran."""
+    """The results of one config, as a row without the machine."""
     task = make_task(config, device)
     layer_ms = median_ms(layer_alone(task, config, device), repeats, device)
     fabric = make_fabric(device, config.precision)
@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--models", default="lstm,bn-lstm")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--set", action="append", default=[], help="a setting, key=value")
+    parser.add_argument("--set", action="append", default=[], help="override a setting: key=value")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -1,6 +1,6 @@
 """Draws the README's figure from committed data: learning curves, and times of a training step.
 
-The peer is the fastest that cuDNN offers in 16 bits, as gpu.py finds it.
+The baseline is cuDNN's fastest configuration in 16 bits, as determined by gpu.py.
 """
 
 import csv

@@ -1,11 +1,11 @@
-"""What racecheck takes for a race: minimal programs, right ones and for control wrong ones.
+"""What racecheck reports as a race: minimal correct programs, and incorrect ones as a control.
 
     PYTHONPATH=src python3 benchmarks/racecheck_patterns.py
 
-needs a GPU of compute capability 9.0 or later and compute-sanitizer, and half a minute. The
-programs are in racecheck_patterns.cu. Each runs as blocks and as a cluster of three, with nobody
-late for its barrier, the last warp, or the others: what is reported depends on who comes when.
-Ends with 1 where a right program read wrong numbers, or something did not run.
+needs a GPU of compute capability 9.0 or later and compute-sanitizer, and takes half a minute. The
+programs are in racecheck_patterns.cu. Each runs as blocks and as a cluster of three, with no warp
+late for its barrier, with the last warp late, or with the others late: reports depend on the order
+of arrival. Exits with 1 if a correct program read wrong numbers, or if something did not run.
 """
 
 import collections
@@ -18,7 +18,7 @@ from pathlib import Path
 SOURCE = Path(__file__).with_suffix(".cu")
 LATE = ("nobody", "server", "others")
 BLOCKS, THREADS, ROUNDS = 3, 96, 4
-# Each hazard by itself, not put together by place; all of them.
+# Report each hazard separately, not grouped by location, and all of them.
 OPTIONS = ("--racecheck-report", "hazard", "--show-backtrace", "no", "--print-limit", "60000")
 _PATTERN = re.compile(r"^// (right|WRONG)(, cluster)?: (.*)\nstruct (\w+)", re.M)
 # Within a warp it is "Warning: (Warp Level Programming) Potential ...".
@@ -29,7 +29,7 @@ _COUNTED = re.compile(r"^numbers (\w+) (\d+)$", re.M)
 
 @dataclass(frozen=True)
 class Pattern:
-    """One program: its name in the source, whether it is right, whether only a cluster runs it."""
+    """One program: its name in the source, whether it is correct, whether it needs a cluster."""
 
     name: str
     right: bool
@@ -37,14 +37,14 @@ class Pattern:
     words: str
 
     def launches(self, clustered):
-        """The names of its kernels, one for each of LATE; none where it needs a cluster."""
+        """The names of its kernels, one for each of LATE; none if it needs a cluster."""
         if self.only_cluster and not clustered:
             return []
         return [f"{self.name}_{'cluster' if clustered else 'blocks'}_{who}" for who in LATE]
 
 
 def patterns(text):
-    """All patterns of the source, in its order."""
+    """All patterns of the source, in order."""
     return [
         Pattern(name, right == "right", bool(cluster), words)
         for right, cluster, words, name in _PATTERN.findall(text)
@@ -61,7 +61,7 @@ def with_kernels(text, pattern):
 
 
 def launch_all():
-    """Every pattern once, for racecheck to look at; prints how many numbers were wrong."""
+    """Run every pattern once under racecheck; prints how many numbers were wrong."""
     import torch
 
     from rbn.ops.gpu.runtime import driver, nvrtc
@@ -85,10 +85,10 @@ def launch_all():
 
 
 def hazards(output):
-    """Of each kernel, what racecheck printed: how many hazards of which kind, between which warps.
+    """What racecheck printed for each kernel: the number of hazards by kind and warps.
 
-    A Counter by the kind (RAW, WAR, WAW) and the warps in the order of the two accesses, such as
-    ``WAR 0>2``; a warning, or what is for information only, says so.
+    A Counter by kind (RAW, WAR, WAW) and warps in the order of the two accesses, such as
+    ``WAR 0>2``; warnings and notes are marked as such.
     """
     found, kind, threads = collections.defaultdict(collections.Counter), None, []
     for line in output.splitlines():
@@ -106,7 +106,7 @@ def hazards(output):
 
 
 def table(all_patterns, output):
-    """Lines that say what racecheck said of each pattern, and whether all is as it should be."""
+    """A line on racecheck's reports per pattern, and whether all are as expected."""
     found, counted = hazards(output), dict(_COUNTED.findall(output))
     lines, well = [f"late: {', '.join(LATE)}"], True
     for pattern in all_patterns:

@@ -1,4 +1,4 @@
-"""Records the exact bits of a set of calls, to prove that a change of the source changes none.
+"""Records the exact bits of a set of calls, to show that a source change does not affect them.
 
 Runs layers of every kind over shapes and options that reach every code path of a device, forward
 and backward, and writes a hash of each result: output, last states, gradients, statistics. Two
@@ -21,7 +21,7 @@ import torch
 
 import rbn
 
-# (T, B, I, H): small and odd ones, then on a GPU the shapes that each kernel family takes.
+# (T, B, I, H): small and odd shapes; on a GPU also those that each kernel family supports.
 SHAPES = {
     "cpu": [(5, 3, 4, 7), (1, 2, 3, 8), (6, 1, 3, 5), (4, 64, 5, 40)],
     "cuda": [
@@ -46,7 +46,7 @@ LAYERS = {
     "bn_gru": rbn.BatchNormGRU,
 }
 BATCH = ("bn_lstm", "bn_rnn", "bn_gru")
-OPTIONS = {  # options of the layer, options of the call, the kinds of layers that have them
+OPTIONS = {  # options of the layer, options of the call, layers that have them
     "plain": ({}, {}, LAYERS),
     "no bias": ({"bias": False}, {}, LAYERS),
     "two layers": ({"num_layers": 2}, {}, LAYERS),
@@ -77,7 +77,7 @@ DTYPES = {
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
 COMPILED_SHAPES = 4  # torch.compile takes seconds
-# On a GPU every case compiles kernels: most options run over a few shapes, and float16 is rare.
+# On a GPU every case compiles kernels, so most options run on a few shapes, and few in float16.
 EVERY_SHAPE = ("plain", "lengths", "two directions")
 FEW_SHAPES = {
     "cpu": SHAPES["cpu"],
@@ -152,7 +152,7 @@ def run(kind, sizes, options, call, dtype, device):
 
 
 def cases(device):
-    """The name and the arguments of `run` of every case."""
+    """The name of every case, and its arguments of `run`."""
     for kind, name, dtype in itertools.product(LAYERS, OPTIONS, DTYPES[device]):
         layer_options, call, kinds = OPTIONS[name]
         shapes = SHAPES[device] if name in EVERY_SHAPE else FEW_SHAPES[device]
@@ -167,10 +167,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="write the recording here")
-    parser.add_argument("--compare", type=Path, help="a recording; differences are listed")
+    parser.add_argument("--compare", type=Path, help="list differences to this recording")
     parser.add_argument("--only", help="record only cases whose name contains this")
     parser.add_argument("--shard", type=int, default=0, help="which part to record, from 0")
-    parser.add_argument("--shards", type=int, default=1, help="into how many parts to divide")
+    parser.add_argument("--shards", type=int, default=1, help="number of parts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,8 +1,8 @@
-"""Times a training step of a batch-normalized LSTM on one process and on two, on this CPU.
+"""Times a training step of a batch-normalized LSTM with one process and with two, on this CPU.
 
-Forward and backward of one layer, the whole batch on one process or half of it on each of two that
-exchange gradients (gloo, DDP), with statistics of each process and of both. Counts what the
-statistics exchange, and the time spent in it. Writes benchmarks/results/scaling.csv.
+Forward and backward of one layer: the full batch in one process, or half of it in each of two that
+exchange gradients (gloo, DDP), with statistics per process or over both. Counts the numbers that
+are exchanged for statistics, and the time spent on that. Writes benchmarks/results/scaling.csv.
 """
 
 import argparse
@@ -35,15 +35,15 @@ COLUMNS = [
 
 
 def exchanged(T, H):
-    """Numbers that a process hands over for the statistics of a step, and in how many messages."""
+    """How many numbers a process sends for the statistics of a step, and in how many messages."""
     forward = T * (2 * 4 * H + 1) + T * (2 * 4 * H + 1) + T * (2 * H + 1)  # x, h, c
     backward = T * 2 * 4 * H + T * 2 * 4 * H + T * 2 * H
-    alike = (2 * H + 2) + (4 * H + 1)  # whether all rows are, at first and after the first step
-    return forward + backward + alike, 2 * (2 * T + 1) + 2
+    identical = (2 * H + 2) + (4 * H + 1)  # whether all rows are, at first and after step 1
+    return forward + backward + identical, 2 * (2 * T + 1) + 2
 
 
 class Counter:
-    """Counts the messages of the statistics, their numbers, and the time spent in them."""
+    """Counts the messages for statistics, their numbers, and the time spent on them."""
 
     def __init__(self):
         self.seconds, self.messages, self.numbers = 0.0, 0, 0
@@ -55,7 +55,7 @@ class Counter:
         began = time.perf_counter()
         self.real[which](*arguments, **options)
         self.seconds += time.perf_counter() - began
-        if own.is_floating_point():  # not the agreement on the number of steps
+        if own.is_floating_point():  # not those that agree on the number of steps
             self.messages += 1
             self.numbers += own.numel()
 
@@ -64,7 +64,7 @@ class Counter:
 
 
 def step_of(shape, rows, sync=False, wrap=False, exchange=True):
-    """A training step of a layer over so many rows."""
+    """A training step of a layer on this many rows."""
     T, I, H = shape  # noqa: E741
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(I, H, max_length=T, sync_stats=sync)
@@ -80,9 +80,9 @@ def step_of(shape, rows, sync=False, wrap=False, exchange=True):
 
 
 def measured(step, repeats, meet=lambda: None, counter=None):
-    """The least and the median of some repeats in milliseconds, and the least one's exchanges.
+    """Minimum and median of some repeats in milliseconds, and the exchanges of the fastest.
 
-    The least, since whatever else the machine does can only add to it.
+    The minimum counts, because other work on the machine can only add to it.
     """
     samples = []
     for k in range(repeats + 2):
@@ -99,7 +99,7 @@ def measured(step, repeats, meet=lambda: None, counter=None):
 
 
 def two_processes(shape, batch, repeats, path):
-    """What each of two does; the first writes the figures down."""
+    """The work of each of two processes; the first one saves the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = batch // 2
@@ -134,7 +134,7 @@ def two_processes(shape, batch, repeats, path):
 
 
 def one_process(shape, batch, repeats):
-    """The whole batch, with one thread and two; and half of it by the plain equations."""
+    """The full batch with one thread and two, and half of it with the plain equations."""
     for threads in (1, 2):
         torch.set_num_threads(threads)
         yield {"what": "one", "threads": threads} | measured(step_of(shape, batch)[0], repeats)

@@ -1,8 +1,8 @@
-"""Times inference beside PyTorch's own modules: single steps of cells, and folded layers.
+"""Times inference and compares with PyTorch's modules: single steps of cells, and folded layers.
 
-A stream is one sequence, fed a step at a time, each step from Python with the states of the step
-before. A layer is a whole sequence in one call. Modules take turns, so that a slow moment of the
-machine reaches all of them. Prints a table and writes benchmarks/results/streaming-<device>.csv.
+A stream is one sequence, fed one step at a time from Python, with the states of the previous step.
+A layer gets a full sequence in one call. Modules alternate, so that a slow moment of the machine
+affects all of them. Prints a table and writes benchmarks/results/streaming-<device>.csv.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from rbn.experiments.results import commit
 UNITS = (128, 512)
 SHAPES = [(100, 1, 256, 256), (784, 1, 1, 100), (784, 1, 100, 100), (100, 64, 256, 256)]
 SEEN = 20  # steps with population statistics
-CHUNK = 25  # steps of a stream between two looks at the clock: within and beyond the statistics
+CHUNK = 25  # steps of a stream per time measurement: within and beyond the statistics
 MODES = {"no_grad": torch.no_grad, "grad": contextlib.nullcontext}
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = [
@@ -33,7 +33,7 @@ COLUMNS = [
 
 
 def cells(units, device):
-    """Name, cell in eval() and the name of its peer in torch.nn."""
+    """Name, cell in eval(), and the name of its counterpart in torch.nn."""
     torch.manual_seed(0)
     found = {
         "torch.nn.LSTMCell": (torch.nn.LSTMCell(units, units), "torch.nn.LSTMCell"),
@@ -75,7 +75,7 @@ def layers(shape, device):
 
 def microseconds(functions, repeats, calls, device):
     """Median and spread (quartiles) of each function in microseconds for one of its calls."""
-    # With one thread, its own time: that of other processes on a busy machine is left out.
+    # With one thread use processor time, which excludes other processes on a busy machine.
     alone = device == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     samples = {name: [] for name in functions}

@@ -1,13 +1,13 @@
 """Runs PyTorch's own tests of `torch.nn.LSTM` on `rbn.LSTM`.
 
-Needs the `test` folder of PyTorch's sources, of the installed version, and expecttest:
+Needs expecttest and the `test` folder of PyTorch's sources, in the installed version:
 
     PYTHONPATH=src python benchmarks/torch_tests.py PYTORCH/test --revision "2.13.0 (a1b2c3d)"
 
 Every test that creates an `nn.LSTM` gets an `rbn.LSTM(cell_bias=False, initial_state="zeros")`
 instead. `rbn.LSTM` has no `proj_size`: an LSTM with one is torch's own, and a test that creates no
-other is counted as "proj_size". Failed tests run once more with torch's LSTM, to leave out those
-that do not pass on this machine anyway. Writes benchmarks/results/torch-tests.json.
+other is counted as "proj_size". Failed tests run again with torch's LSTM, to exclude those that
+do not pass on this machine anyway. Writes benchmarks/results/torch-tests.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ current: dict[str, bool] = {"ours": False, "projection": False}
 
 
 class _WithProjections(type):
-    """Creates torch's LSTM where `proj_size` is asked for."""
+    """Creates torch's LSTM if `proj_size` is given."""
 
     def __call__(cls, *args: Any, **options: Any) -> nn.Module:
         if len(args) > 7 or options.get("proj_size"):

@@ -19,7 +19,7 @@ output.square().sum().backward()
 with rbn.backend("reference"):
     expected, _ = exact(x.double())
     expected.square().sum().backward()
-# float32 against float64: a few steps of normalization with three rows.
+# float32 against float64: a few steps of normalization over three rows.
 torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 for name, parameter in layer.named_parameters():
     gradient = exact.get_parameter(name).grad

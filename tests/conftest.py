@@ -4,10 +4,10 @@ import secrets
 import signal
 import sys
 
-# Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
-# This holds for what tests start, too.
+# Small tensors gain nothing from a second thread, and lose much if other jobs use the cores.
+# This also applies to subprocesses of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Inductor compiles here, not in processes that import torch first.
+# Let Inductor compile in this process, not in processes that would import torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
@@ -16,27 +16,27 @@ from filelock import FileLock
 from hypothesis import settings
 from warm_commands import WarmProcess
 
-# Without a GPU its kernels run in Triton's interpreter, which has to be said before it is imported.
+# Without a GPU, its kernels run in Triton's interpreter, to be set before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Deterministic algorithms, which poison new memory, ask for this of cuBLAS.
+# cuBLAS requires this for deterministic algorithms, which also poison new memory.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# What is random on a GPU is so anew in each run; said at its beginning, to be had again.
+# GPU tests use new random numbers in each run; the seed is printed at the start, to reproduce them.
 os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
 
-# A shell that starts the tests in the background has Ctrl-C ignored, here and in what they start.
+# A shell that runs the tests in the background ignores Ctrl-C, here and in subprocesses.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Commands print to pipes here: nothing must make them take one for a terminal.
+# Commands print to pipes here: nothing must make them assume a terminal.
 for _name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 
 torch.set_num_threads(1)
 
-# Parameters whose every value is a kind of case of its own; of the others one value stands for all.
+# Parameters whose values all are separate kinds of cases; for the others, one value is enough.
 KINDS = frozenset(
     {
         *("backend", "cell_class", "classes", "dtype", "layer", "layer_class", "model", "op"),
@@ -45,7 +45,7 @@ KINDS = frozenset(
 )
 _FIRST_OF_KIND = pytest.StashKey[bool]()
 
-# No deadline: a timing is never a test. Few examples: the options have tests of their own.
+# No deadline, because tests do not measure time. Few examples: the options have tests of their own.
 settings.register_profile("usual", deadline=None, max_examples=25, derandomize="CI" in os.environ)
 settings.register_profile("fast", deadline=None, max_examples=3)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """The garbage collector runs less often, and leaves out what is there by now, which stays."""
+    """Run the garbage collector less often, and exclude existing objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -94,7 +94,7 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def own_choice_of_kernels(monkeypatch):
-    """No plan is left over from a test that changed how kernels are chosen."""
+    """Discard plans of tests that change how kernels are selected."""
     plan = sys.modules.get("rbn.ops.gpu.lstm.plan")
     if plan is not None:
         monkeypatch.setattr(plan, "_CACHE", {})
@@ -102,18 +102,18 @@ def own_choice_of_kernels(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def same_signal_handlers():
-    """A handler that a test leaves behind would reach every process that later tests start."""
+    """A signal handler left behind by a test would affect all processes that later tests start."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside pytest-cov's hook
 def pytest_runtest_call(item):
-    """Coverage counts the first case of each kind, and none that is marked no_cover.
+    """Measure coverage for the first case of each kind only, and never for tests marked no_cover.
 
-    Further cases run the same lines, and tracing them would take half as long again. The tracer has
-    to be removed: pytest-cov leaves one in xdist's workers.
+    Other cases run the same lines, and tracing them would take half as long again. The tracer must
+    be removed, because pytest-cov leaves one in xdist's workers.
     """
     if item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]:
         return (yield)
@@ -127,7 +127,7 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory, request):
-    """Fills a folder of that name once, for all workers that pytest has; returns its path."""
+    """Fills a folder of that name once for all of pytest's workers; returns its path."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
 
@@ -144,7 +144,7 @@ def make_once(tmp_path_factory, request):
 
 @pytest.fixture(scope="session")
 def warm_process():
-    """What `warm_commands.Command` forks; it starts with the first of them."""
+    """The process that `warm_commands.Command` forks; started on first use."""
     process = WarmProcess()
     yield process
     process.close()
@@ -152,7 +152,7 @@ def warm_process():
 
 @pytest.fixture
 def capture():
-    """A step as a CUDA graph, and what it returned, which every replay writes anew."""
+    """Captures a step as a CUDA graph. Returns it and its result, which replays overwrite."""
 
     def captured(step):
         stream = torch.cuda.Stream()

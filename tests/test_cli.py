@@ -33,7 +33,7 @@ def call(*arguments: str) -> Result:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The demos that would have been run."""
+    """Records the demos that would run."""
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr("rbn.cli.app.run_demo", lambda *arguments: seen.append(arguments))
     return seen
@@ -81,7 +81,7 @@ def test_help_names_the_commands() -> None:
 def test_demo_by_default(
     runs: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside = Path(__file__).parent  # of a clone
+    inside = Path(__file__).parent  # inside a clone
     for place in (inside, tmp_path):
         monkeypatch.chdir(place)
         assert call("demo").exit_code == 0
@@ -92,10 +92,10 @@ def test_demo_by_default(
 def test_outside_a_clone_everything_is_in_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the paths that the commands print lead there."""
+    """And the paths that the commands print are correct."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
+    monkeypatch.delenv("COLUMNS", raising=False)  # set by pytest-xdist
     small = ("hidden_size=2", "epochs=1", "batch_size=600", "population_batch=600")
     words = [word for setting in small for word in ("--set", setting)]
     done = call("train", "digits", "--model", "lstm", "--device", "cpu", *words)
@@ -190,7 +190,7 @@ def test_interrupted_while_training(tmp_path: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        first = process.stdout.readline()  # it says what it does, then trains
+        first = process.stdout.readline()  # it prints its plan, then trains
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=300)
@@ -204,7 +204,7 @@ def test_interrupted_while_training(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_during_an_import_ends_like_any_other(tmp_path: Path) -> None:
-    """Python makes a class by exec(), and remembers an interrupt that came out of one."""
+    """Python creates classes with exec(), and remembers an interrupt raised inside it."""
     (tmp_path / "interrupted.py").write_text(
         "import sys, rbn.cli, rbn.cli.app\n"
         "def app():\n"
@@ -222,11 +222,11 @@ def test_an_interrupt_during_an_import_ends_like_any_other(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to another process")
 def test_an_interrupt_waits_until_an_extension_is_loaded(tmp_path: Path) -> None:
-    """An extension in C++ may not survive it."""
+    """A C++ extension may not survive it."""
     (tmp_path / "loading.py").write_text(
         "import signal, sys, time\n"
         "from rbn.training import interrupt\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have it ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
         "interrupt.handle_signals()\n"
         "def load():\n"
         "    signal.raise_signal(signal.SIGINT)\n"

@@ -57,7 +57,7 @@ def put(root: Path, *files: str, content: bytes = CONTENT) -> None:
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Downloads write the file at once; the addresses that were asked for."""
+    """Downloads write the file directly; records the requested addresses."""
     asked: list[str] = []
 
     def download(published: Published, folder: Path, progress: Any = None) -> Path:
@@ -158,7 +158,7 @@ def test_get_ends_with_one_sentence(
     assert result.stdout == ""
     said = result.stderr
     if tuple(map(int, metadata.version("rich").split(".")[:2])) < (14, 3):
-        said = said.removeprefix("\n")  # what shows progress ended with a line then
+        said = said.removeprefix("\n")  # progress output ended with a newline
     assert said.startswith(sentence)
     assert said.count("\n") == 1
 
@@ -202,7 +202,7 @@ def test_verify_what_is_right(root: Path) -> None:
     result = call("verify")
     assert result.exit_code == 0
     assert result.output.splitlines() == [
-        f"ok       {root / 'mnist' / 'a'}",  # once, though two data sets are made of it
+        f"ok       {root / 'mnist' / 'a'}",  # once, although two data sets use it
         f"ok       {root / 'ptb' / 'b'}",
         f"ok       {root / 'ptb' / 'c'}",
     ]

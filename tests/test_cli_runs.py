@@ -1,4 +1,4 @@
-"""What can be done with trained runs: measure, write text, publish; several runs at once."""
+"""Commands for trained runs: evaluate, sample, publish; and several runs at once."""
 
 import csv
 import hashlib
@@ -82,9 +82,9 @@ def test_measuring_a_classifier_again(digits_runs):
 
 @pytest.mark.slow
 def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
-    """With statistics of its own; those kept beside it lag, and are not of averaged parameters."""
+    """With its own statistics; the stored ones lag behind, and are not of averaged parameters."""
     settings = ["epochs=6", "hidden_size=8", "evaluate_every=6", "average=0.9"]
-    settings.append("layer.hidden_noise=0")  # which would be drawn anew
+    settings.append("layer.hidden_noise=0")  # it would be drawn again
     config = with_settings(from_mapping(configs.published("digits")), settings)
     run_folder.create(tmp_path, config, 1)
     run = build.make_trainer(config, build.build(config, 1, torch.device("cpu")), tmp_path)
@@ -97,7 +97,7 @@ def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
     done = invoke("evaluate", tmp_path, "--split", "valid", "--stats", "batch", "--device", "cpu")
     wanted = f"accuracy {100 * record['valid_batch']:.2f} % (valid, batch stats, the best"
     assert wanted in done.output
-    # What is wrong is said before there is any work.
+    # Mistakes are reported before any work.
     monkeypatch.setattr(Classification, "estimate_population", lambda *_: pytest.fail("estimated"))
     for option in (("--split", "all"), ("--stats", "both"), ("--length", "7")):
         assert invoke("evaluate", tmp_path, *option, "--device", "cpu").exit_code == 2
@@ -106,7 +106,7 @@ def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_measuring_a_text(text_run):
     result = json.loads((text_run / "result.json").read_text())
-    for options in ((), ("--length", "full")):  # what rbn train reported
+    for options in ((), ("--length", "full")):  # as reported by rbn train
         done = invoke("evaluate", text_run, *options, "--device", "cpu")
         wanted = f"{result['test']:.4f} bits per character (test, population stats, whole sequence)"
         assert wanted in done.output, done.output
@@ -144,7 +144,7 @@ def test_writing_text(text_run):
     assert once.exit_code == 0, once.output
     assert once.output == again.output
     assert once.output.startswith("The ")
-    assert len(once.output) == 45  # and a line's end
+    assert len(once.output) == 45  # and a newline
     other = invoke("sample", text_run, *options, "--seed", "2")
     assert other.output != once.output
     cold = [invoke("sample", text_run, *options, "--temperature", "0", "--seed", s) for s in (1, 2)]
@@ -154,7 +154,7 @@ def test_writing_text(text_run):
 
 
 def test_text_is_written_with_the_states_of_what_was_read(text_run):
-    """A character at a time gives what reading the whole at once does."""
+    """One character at a time matches reading all at once."""
     model, symbols = trained_models.open_language_model(text_run, torch.device("cpu"))
     prompt = "class"
     written = "".join(trained_models.sample(model, symbols, prompt, 6, 0.0, 1))
@@ -272,7 +272,7 @@ def test_a_text_is_published_without_a_second_loss(text_run, tmp_path):
 
 
 def test_a_run_that_an_older_version_began_is_published(digits_runs, tmp_path):
-    """Its first evaluations are without the loss: their cells are empty, and it can be read."""
+    """Its first evaluations lack the loss: their cells are empty, and it can be read."""
     run = tmp_path / "run"
     run.mkdir()
     for name in ("result.json", "metrics.jsonl"):

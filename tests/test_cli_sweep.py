@@ -33,7 +33,7 @@ space:
   optimizer.lr: [2e-2, 1e-2]
 heartbeat: 1
 """
-LONG = (SWEEP % 40).replace("[lstm, bn-lstm]", "[lstm]")  # long enough to be found at work
+LONG = (SWEEP % 40).replace("[lstm, bn-lstm]", "[lstm]")  # long enough to be caught at work
 
 
 def invoke(*arguments):
@@ -46,7 +46,7 @@ def said(done):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the commands run, with a sweep of four short trials."""
+    """A working folder with a sweep of four short trials."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
     (tmp_path / "mine.yaml").write_text(SWEEP % 1)
@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def running(path):
-    """The trials that are being trained and were looked at: their numbers and workers."""
+    """The trials that are being trained and have been evaluated: their numbers and workers."""
     if len(list(path.glob("*/metrics.jsonl"))) < 2:
         return {}
     return {
@@ -104,7 +104,7 @@ def test_two_processes_on_one_file_and_one_is_killed(folder, warm_process):
     number = min(killer.found)
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.state for row in now.rows] == ["complete"] * 2
-    # The trial of the killed one has the numbers of a run that nobody disturbed.
+    # The killed worker's trial has the same results as an undisturbed run.
     run = folder / f"runs/mine/trial-{number:04d}"
     undisturbed = TrainingSession(
         [(folder / "again", *run_folder.read_config(run))], torch.device("cpu")
@@ -145,7 +145,7 @@ def test_a_sweep_its_table_and_its_picture(folder):
     done = invoke("status", "mine.yaml")
     assert done.exit_code == 2
     assert "there is no sweep mine yet" in done.output
-    # The one test whose two workers start from scratch.
+    # The only test whose two workers start from scratch.
     done = invoke("mine.yaml", "--device", "cpu", "--trials", "2", "--workers", "2")
     assert done.exit_code == 0, done.output
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
@@ -159,7 +159,7 @@ def test_a_sweep_its_table_and_its_picture(folder):
     assert f"{best.best:.4f}" in done.output
     assert "complete" in done.output
     drawn = (folder / "a.svg").read_text()
-    assert drawn.count('id="trial-') == 2  # a curve for each
+    assert drawn.count('id="trial-') == 2  # one curve per trial
     invoke("status", "mine.yaml", "--plot", "again.svg")
     assert (folder / "again.svg").read_text() == drawn
     done = CliRunner().invoke(app, ["runs", "runs"])

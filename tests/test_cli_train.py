@@ -28,7 +28,7 @@ def invoke(*arguments):
 
 def result_of(folder):
     found = json.loads((folder / "result.json").read_text())
-    changing = ("seconds", "commit", "metrics_sha256", "sha256")  # times are in the sums
+    changing = ("seconds", "commit", "metrics_sha256", "sha256")  # checksums include the times
     return {k: v for k, v in found.items() if k not in changing}
 
 
@@ -59,7 +59,7 @@ def test_out_of_time_and_resumed(whole, tmp_path):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_killed_and_resumed(whole, warm_process, tmp_path):
     folder = tmp_path / "run"
-    # It has one thread, as the other run had: sums depend on their number.
+    # One thread, like the other run, because sums depend on the number of threads.
     assert torch.get_num_threads() == 1
     words = ["train", "digits", *SMALL, "--device", "cpu", "--out", folder]
     process = Command(warm_process, words, tmp_path, tmp_path)
@@ -117,7 +117,7 @@ def rows_of(folder):
 
 
 def test_a_table_of_unfinished_runs(whole, tmp_path):
-    """Of one that goes on from between two evaluations, and of one that cannot go on."""
+    """For a run that resumes between two evaluations, and for one that cannot resume."""
     shutil.copytree(whole, tmp_path / "going")
     (tmp_path / "going" / "result.json").unlink()
     last = tmp_path / "going" / "last.safetensors"
@@ -143,7 +143,7 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
 
 
 def test_a_table_with_a_checkpoint_of_something_else(whole, tmp_path):
-    """Sound, but it does not say how far the run is."""
+    """Intact, but without the run's progress."""
     shutil.copytree(whole, tmp_path / "sound")
     shutil.copytree(whole, tmp_path / "tested")
     shutil.copy(whole / "final.safetensors", tmp_path / "tested" / "last.safetensors")
@@ -263,7 +263,7 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
 
 
 def unfinished_with(whole, folder, changed):
-    """A copy of a run without its result, whose settings were changed since."""
+    """A copy of a run without its result, whose settings were changed afterwards."""
     shutil.copytree(whole, folder)
     (folder / "result.json").unlink()
     path = folder / "config.json"
@@ -345,7 +345,7 @@ def test_a_result_without_a_checksum_is_not_published(tmp_path, text):
     ],
 )
 def test_what_is_no_result_is_not_published(tmp_path, content):
-    """Even with a right checksum."""
+    """Even with a correct checksum."""
     write_checked(tmp_path / "result.json", content)
     done = invoke("publish", tmp_path, "--to", tmp_path / "results")
     assert done.exit_code == 2
@@ -354,7 +354,7 @@ def test_what_is_no_result_is_not_published(tmp_path, content):
 
 
 def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):
-    """Gone on with elsewhere, or by a later version, it is still the result of the first."""
+    """Resumed elsewhere, or by a later version, it keeps the first result."""
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     path = folder / "result.json"
@@ -365,7 +365,7 @@ def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):
     assert f"test accuracy {100 * json.loads(before)['test']:.2f} %" in done.output
     assert "Testing" not in done.output
     assert path.read_text() == before
-    path.write_text("{")  # a damaged one is made again
+    path.write_text("{")  # a damaged result is written again
     assert invoke("resume", folder, "--device", "cpu").exit_code == 0
     assert json.loads(path.read_text())["test"] == json.loads(before)["test"]
 
@@ -401,7 +401,7 @@ def test_a_damaged_curve_is_named(whole, tmp_path):
 
 
 def test_the_model_and_the_task_are_no_settings(tmp_path):
-    """They decide which settings there are."""
+    """They determine which settings exist."""
     for key, instead in (("model=lstm", "use --model"), ("task=ptb", "first argument")):
         done = invoke("train", "digits", "--set", key, "--out", tmp_path / "run")
         assert done.exit_code == 2

@@ -1,4 +1,4 @@
-"""The tables of the comparison and of the page about running averages are those of the data."""
+"""The tables on the comparison page and on the page about running averages match the data."""
 
 import csv
 from pathlib import Path
@@ -49,7 +49,7 @@ def result_of(task, row):
 
 
 def reached(runs):
-    """The steps to the target, as the page has them: one number, a range, or one for each seed."""
+    """The steps to the target, as on the page: one number, a range, or one per seed."""
     steps = [row["target_step"] for row in runs]
     if "never" in steps:
         return ", ".join(step if step == "never" else f"{int(step):,}" for step in steps)
@@ -76,7 +76,7 @@ def fresh(task):
 
 @pytest.mark.parametrize("task", ["digits", "pdigits", "pydoc", "pmnist", "ptb"])
 def test_refreshed_statistics_are_close_to_exact_ones(task):
-    """What the page promises, in the committed measurement: 2 points, 0.01 bits."""
+    """The page's claims hold in the committed measurement: 2 points, 0.01 bits."""
     found = fresh(task)
     assert len(found) >= 4
     assert all(abs(float(row["gap"])) <= (2 if row["unit"] == "%" else 0.01) for row in found)

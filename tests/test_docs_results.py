@@ -1,4 +1,4 @@
-"""The numbers of README and docs on trained models are those of the files in results."""
+"""The numbers on trained models in README and docs match the files in results."""
 
 import csv
 import json
@@ -85,7 +85,7 @@ MODELS = ("lstm", "bn-lstm")
 
 
 def accuracy(task, model, tag=""):
-    """Of the test set, in %: the mean of three seeds."""
+    """Test results in %: the mean of three seeds."""
     name = f"{model}-{tag}" if tag else model
     paths = [ROOT / f"results/{task}/{name}-seed{seed}.json" for seed in (1, 2, 3)]
     return sum(100 * json.loads(path.read_text())["test"] for path in paths) / 3
@@ -355,7 +355,7 @@ def test_how_many_runs_without_momentum_there_are():
 
 
 def row_of(page, first):
-    """The cells behind the first one of a line of a table."""
+    """The cells after the first one of a table row."""
     (line,) = re.findall(rf"^\| {re.escape(first)} \|(.*)\|$", page, flags=re.M)
     return [cell.strip() for cell in line.split("|")]
 

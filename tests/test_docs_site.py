@@ -37,7 +37,7 @@ for tool in ("mkdocs", "material", "mkdocstrings_handlers", "latex2mathml", "typ
 
 
 def build(config, folder):
-    """Builds a site as `make docs` does; returns the exit code and what was printed."""
+    """Builds a site like `make docs`; returns the exit code and the output."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(
         [*command, "--config-file", str(config), "--site-dir", str(folder)],
@@ -53,7 +53,7 @@ def build(config, folder):
 
 @pytest.mark.slow
 def test_the_site(tmp_path):
-    """One test, so that it is built once."""
+    """A single test, so that it is built once."""
     site = tmp_path / "site"
     code, output = build(ROOT / "mkdocs.yml", site)
     assert code == 0, output
@@ -65,7 +65,7 @@ def test_the_site(tmp_path):
 
 
 def check_reference(folder):
-    """Every public name has an entry, and so has every command."""
+    """Every public name and every command has an entry."""
     text = "".join(page.read_text() for page in folder.glob("*.html"))
     entries = {name.rpartition(".")[2] for name in re.findall(r'id="(rbn\.[\w.]+)"', text)}
     for module in ("rbn", "rbn.nn", "rbn.ops", "rbn.models", "rbn.data", "rbn.training"):
@@ -103,7 +103,7 @@ def check_equations(pages):
 
 
 WIDTH = "document.documentElement.scrollWidth"
-# Menus are in their place at once after a change of size, instead of sliding there.
+# Menus move immediately after a resize, instead of sliding.
 STILL = """
     const style = document.createElement("style");
     style.textContent = "* { transition: none !important }";
@@ -145,14 +145,14 @@ def served(folder):
 
 
 class Chromium:
-    """One headless browser, told what to do through a pipe, in the DevTools protocol."""
+    """One headless browser, controlled through a pipe with the DevTools protocol."""
 
     def __init__(self, profile):
         self.errors, self.requests = [], []
         self._number, self._seen = 0, b""
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        # The browser reads from 3 and writes to 4: copies above those are in nobody's way.
+        # The browser reads from 3 and writes to 4; copies above those do not conflict.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs_in, theirs_out)]
         quiet = os.open(os.devnull, os.O_RDWR)
         self._process = os.posix_spawn(
@@ -183,7 +183,7 @@ class Chromium:
         os.close(self._out)
         os.close(self._in)
         deadline = time.monotonic() + 10
-        while os.waitpid(self._process, os.WNOHANG)[0] == 0:  # it ends with its pipe
+        while os.waitpid(self._process, os.WNOHANG)[0] == 0:  # it exits when its pipe is closed
             if time.monotonic() > deadline:
                 os.killpg(self._process, signal.SIGKILL)
                 os.waitpid(self._process, 0)
@@ -218,7 +218,7 @@ class Chromium:
                 return answer["result"]
 
     def _take(self):
-        """The next message; notes errors and requests on the way."""
+        """The next message; records errors and requests along the way."""
         while b"\0" not in self._seen:
             part = os.read(self._in, 2**16)
             if not part:
@@ -234,7 +234,7 @@ class Chromium:
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
             self.errors.append(params["args"])
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
-            # The report is a page of its own, without an icon, for which the browser asks then.
+            # The report is a separate page without an icon, which the browser then requests.
             if not params["entry"].get("url", "").endswith("/favicon.ico"):
                 self.errors.append(params["entry"])
         elif method == "Network.requestWillBeSent":
@@ -264,7 +264,7 @@ def test_a_link_to_a_missing_file_outside_the_site_is_an_error(monkeypatch, tmp_
     hooks = importlib.import_module("mkdocs_hooks")
     config = SimpleNamespace(docs_dir=tmp_path / "docs", repo_url="https://example.org/rbn")
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
-    for link in ("[a link](no-such-page.md)", "[a link](https://example.org)"):  # mkdocs' own
+    for link in ("[a link](no-such-page.md)", "[a link](https://example.org)"):  # from mkdocs
         assert hooks.on_page_markdown(link, page=page, config=config, files=None) == link
     with pytest.raises(FileNotFoundError, match="no-such-file"):
         hooks.on_page_markdown("[a](../no-such-file.py)", page=page, config=config, files=None)

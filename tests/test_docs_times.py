@@ -1,4 +1,4 @@
-"""The times in README and docs are those of the files in benchmarks/results."""
+"""The times in README and docs match the files in benchmarks/results."""
 
 import csv
 import importlib
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def bench(name):
-    """A module of the folder of benchmarks."""
+    """A module from the benchmarks folder."""
     if str(ROOT / "benchmarks") not in sys.path:
         sys.path.insert(0, str(ROOT / "benchmarks"))
     return importlib.import_module(name)
@@ -105,7 +105,7 @@ def test_the_times_on_x86_are_those_of_the_file():
 
 
 def test_what_a_step_takes_beside_its_layer():
-    """As `loop.csv` has it, and at most 15 %."""
+    """As in `loop.csv`, and at most 15 %."""
     with (ROOT / "benchmarks/results/loop.csv").open() as file:
         found = {
             (row["task"], row["model"]): float(row["overhead"]) for row in csv.DictReader(file)
@@ -160,7 +160,7 @@ def test_the_times_of_the_layer_normalized_lstm_are_those_of_the_file():
     assert f"commit {commit}" in page
     at = page.index("precision | cuDNN eager")
     for shape, precision in dict.fromkeys((row["shape"], row["precision"]) for row in rows):
-        if precision == "fp16":  # of cuDNN, beside our bf16
+        if precision == "fp16":  # cuDNN's, next to our bf16
             continue
         allowed = ("bf16", "fp16") if precision == "bf16" else (precision,)
         own = [row for row in rows if row["shape"] == shape and row["precision"] in allowed]

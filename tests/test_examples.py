@@ -1,4 +1,4 @@
-"""The scripts in examples run and do what they say."""
+"""The scripts in examples run and do what they claim."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Other tests run the same lines, and tracing exporters takes long.
+# Other tests run the same lines, and tracing exporters is slow.
 pytestmark = pytest.mark.no_cover
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -14,7 +14,7 @@ MOST_LINES = 80
 
 
 def main_of(name, *needed):
-    """The function main of an example; skips if a library that it needs is missing."""
+    """The main function of an example; skips if a required library is missing."""
     for library in needed:
         pytest.importorskip(library, reason=f"{library} is not installed")
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
@@ -43,13 +43,13 @@ def test_lightning_module():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # the exporter's own
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from the exporter
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_onnx_export(tmp_path):
     main = main_of("onnx_export", "numpy", "onnx", "onnxscript", "onnxruntime")
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
         pytest.skip("the exporter of torch before 2.8 does not know Scan")
-    # float32 on both sides; logits are below 20, the recurrence adds up rounding over 40 steps.
+    # float32 on both sides; logits are below 20, and rounding adds up over 40 steps.
     assert main(tmp_path / "tagger.onnx") < 1e-4
 
 

@@ -17,7 +17,7 @@ def code_cells(book):
 
 
 def kinds(cell):
-    """The kinds of a cell's outputs. What is printed may arrive in one piece or in several."""
+    """The kinds of a cell's outputs. Printed text may arrive in one piece or in several."""
     found = [sorted(o.get("data", {o.output_type: ""})) for o in cell.outputs]
     return [kind for kind, _ in itertools.groupby(found)]
 

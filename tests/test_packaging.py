@@ -1,4 +1,4 @@
-"""The distribution: what the wheel holds, what it needs, and who may import whom."""
+"""The distribution: contents of the wheel, its dependencies, and imports between parts."""
 
 import ast
 import importlib.util
@@ -48,13 +48,13 @@ MAY_IMPORT = {
 
 # Distributions whose import name differs. CUDA builds of torch bring triton.
 DISTRIBUTION_OF = {
-    "pytorch_lightning": "lightning",  # which brings it
+    "pytorch_lightning": "lightning",  # which installs it
     "sklearn": "scikit-learn",
     "triton": "torch",
     "yaml": "PyYAML",
 }
 
-# Must be hidden from a process that has torch alone, however they were installed.
+# Must be hidden from a process that only has torch, however they were installed.
 NEVER_NEEDED = {
     *("numpy", "rich", "typer", "sklearn", "matplotlib", "safetensors"),
     *("yaml", "lightning", "torchmetrics", "tensorboard", "optuna"),
@@ -128,7 +128,7 @@ def distributions_torch_brings() -> set[str]:
         found.add(name)
         try:
             required = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:  # taken away, as by `make test-oldest`
+        except metadata.PackageNotFoundError:  # uninstalled, as by `make test-oldest`
             continue
         for line in required:
             requirement = Requirement(line)
@@ -138,7 +138,7 @@ def distributions_torch_brings() -> set[str]:
 
 
 def hidden_modules() -> set[str]:
-    """Top-level names of all that is installed, less torch and what torch itself requires."""
+    """Top-level names of everything that is installed, except torch and its requirements."""
     brought = distributions_torch_brings()
     installed = metadata.packages_distributions()
     others = {
@@ -165,7 +165,7 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-# What the tests read beside the package.
+# Files that the tests read besides the package.
 TRACKED_PARTS = (
     *("benchmarks", "docs", "results", "tests", ".github", "CHANGELOG.md", "CITATION.cff"),
     *("CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "hatch_build.py"),
@@ -245,7 +245,7 @@ def test_installed_wheel_needs_torch_alone(wheel: Path, tmp_path: Path) -> None:
         *("--target", str(target), str(wheel)),
     )
     hidden = json.dumps(sorted(hidden_modules()))
-    # -I: neither the current folder nor PYTHONPATH can lend it the source tree.
+    # -I: neither the current folder nor PYTHONPATH can provide the source tree.
     printed = run("-I", "-c", TORCH_ALONE, str(target), hidden, cwd=tmp_path)
     assert printed == f"rbn {rbn.__version__}\n"
     assert wheel.name.startswith(f"recurrent_batchnorm-{rbn.__version__}-")
@@ -301,7 +301,7 @@ def test_the_platform_tag_is_that_of_the_compiled_file(
 
 @pytest.mark.slow
 def test_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
-    """Nothing but the wheel and what is installed here, without the editable install of rbn."""
+    """Only the wheel and the packages installed here, without the editable install of rbn."""
     if wheel.name.endswith("-any.whl"):
         pytest.skip("no C compiler: the wheel is a pure one")
     run("-m", "venv", "--without-pip", str(tmp_path / "venv"))
@@ -309,7 +309,7 @@ def test_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     install = ("install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel))
     run("-m", "pip", "--python", str(python), *install)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    # Packages of that folder become visible, but not the folders its own .pth files name.
+    # Packages of that folder become visible, but not the folders in its .pth files.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for command in (
@@ -339,7 +339,7 @@ def test_the_description_can_be_shown(wheel: Path, sdist: Path) -> None:
 @pytest.mark.slow
 def test_the_source_distribution_passes_its_tests(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
-        if hasattr(tarfile, "data_filter"):  # from Python 3.10.12 and 3.11.4 on
+        if hasattr(tarfile, "data_filter"):  # since Python 3.10.12 and 3.11.4
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(tmp_path)
     (folder,) = tmp_path.iterdir()
@@ -372,7 +372,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def declared_dependencies(dev: bool = False) -> list[Requirement]:
-    """Of the package and all its extras but those for development; of these on request."""
+    """Requirements of the package and its extras except those for development; those on request."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]

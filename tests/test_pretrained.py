@@ -32,7 +32,7 @@ def test_digits():
     with torch.no_grad():
         logits = model(images)
         torch.testing.assert_close(logits, task.model(images), rtol=0, atol=0)
-        one = model(images[:, :1])  # a batch of one: statistics of the training set
+        one = model(images[:, :1])  # a batch of one uses the training set's statistics
     torch.testing.assert_close(one, logits[:1], rtol=1e-4, atol=1e-4)
     accuracy = float((logits.argmax(-1) == labels).float().mean())
     assert accuracy > 0.95
@@ -49,13 +49,13 @@ def test_pmnist():
     images, labels = test.inputs[:, :200], test.labels[:200]
     with torch.no_grad():
         logits = model(images)
-        # Logits are about 30; rounding in another order changes them by 0.1.
+        # Logits are about 30; another order of rounding changes them by 0.1.
         torch.testing.assert_close(model(images[:, :1]), logits[:1], rtol=0, atol=0.5)
     assert (logits.argmax(-1) == labels).float().mean() > 0.93
 
 
 def test_the_settings_of_pmnist_are_those_of_its_run():
-    """Without the precision: its statistics are estimated in float32."""
+    """In full precision: its statistics are estimated in float32."""
     config, seed = run_folder.read_config(pretrained_models.folder_of("pmnist"))
     path = Path(__file__).parents[1] / f"results/pmnist/{config.name}-seed{seed}.json"
     wanted = json.loads(path.read_text())["config"] | {"precision": "32-true"}

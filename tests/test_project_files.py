@@ -1,4 +1,4 @@
-"""Files for GitHub and for citing: they parse, and what they name exists."""
+"""Files for GitHub and for citation: they parse, and the files they name exist."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The README says what is so."""
+"""The README's claims hold."""
 
 import re
 from pathlib import Path

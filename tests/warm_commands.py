@@ -36,12 +36,12 @@ class WarmProcess:
 
 
 class Command:
-    """An `rbn` command at work, in a session of its own as in a terminal.
+    """A running `rbn` command, in its own session like in a terminal.
 
     Args:
         warm: the process to fork.
-        words: what follows `rbn` on the command line, or a Python file and what follows that.
-        folder: where it runs.
+        words: the command line after `rbn`, or a Python file and its arguments.
+        folder: the working folder.
         output: an empty folder for ``stdout.txt`` and ``stderr.txt``.
     """
 

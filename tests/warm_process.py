@@ -2,9 +2,9 @@
 
 A command with two workers imports torch and Lightning three times, which takes most of a minute on
 a busy machine. Here the command is forked from a warm process, and so are the workers that it
-spawns. All else is as usual: they have their own session, signal handlers and open files.
+spawns. Everything else is as usual: they have their own session, signal handlers and open files.
 
-Reads requests from standard input, each a line of JSON, and answers each with a number:
+Reads requests from standard input, one JSON line each, and answers each with a number:
 ``["run", folder, words, stdout, stderr]`` starts ``rbn WORDS`` in the folder, or ``python WORDS``
 if the first word is a file ``.py``, with its output in these files, and gives its process id;
 ``["poll", pid]`` gives its exit code, or null before it has ended.
@@ -24,7 +24,7 @@ import rbn.cli.app
 from rbn.experiments import training_session  # noqa: F401
 from rbn.training import interrupt
 
-# What a command and its workers import while they run, as far as it is installed.
+# The imports of a command and its workers, as far as installed.
 for name in (
     *("lightning.fabric", "sklearn.datasets", "optuna", "sqlalchemy.dialects.sqlite"),
     "rbn.experiments.search.worker_processes",
@@ -42,7 +42,7 @@ def usual_signals():
 
 
 def fork_instead(executable, arguments, keep):
-    """In place of `multiprocessing.util.spawnv_passfds`."""
+    """Replaces `multiprocessing.util.spawnv_passfds`."""
     programs = [word for word in map(os.fsdecode, arguments) if "spawn_main" in word]
     if not programs:  # the resource tracker, which imports little
         return spawn(executable, arguments, keep)

@@ -19,7 +19,7 @@ def rows(path):
 
 
 def made_up(folder, figures, result=None, log=""):
-    """A run's folder whose validation figures are these, one every four steps."""
+    """A run's folder with these validation results, one every four steps."""
     folder.mkdir(parents=True)
     records = [
         {"step": 4 * k, "seconds": 2.0 * k, "valid_population": figure}
@@ -79,7 +79,7 @@ def test_rates_then_seeds_at_the_best_rate(bench, tmp_path, capsys, monkeypatch)
         lambda run, options: [sys.executable, "-c", PROCESS, str(run.folder), run.rate],
     )
 
-    def clock():  # the time is over as soon as three runs train and two of them are done
+    def clock():  # time is up as soon as three runs train and two of them are done
         counts = [len(list(tmp_path.rglob(name))) for name in ("metrics.jsonl", "result.json")]
         return 1e6 if counts == [3, 2] else 0.0
 
@@ -116,7 +116,7 @@ def test_what_became_of_each_run(bench, tmp_path):
     assert [row["state"] for row in found] == [
         *("finished", "diverged", "stopped", "failed: RuntimeError: no memory")
     ]
-    # The comparison is at step 8: the stopped run has no more, and the others do not count.
+    # The comparison is at step 8: the stopped run has no later one, and the others do not count.
     assert {row["common_step"] for row in found} == {8}
     assert [(row["valid"], row["valid_step"]) for row in found] == [
         *((0.2, 8), (0.6, 4), (0.3, 8), ("", ""))
@@ -152,13 +152,13 @@ def test_the_best_rate_is_one_that_did_not_diverge(bench):
     assert best(some, higher=False) == {"lstm": "2"}
     assert best(some, higher=True) == {"lstm": "1"}
     assert best([row("3", 0.3, "diverged"), row("4", "")], higher=False) == {"lstm": "3"}
-    # The mean over seeds counts, and each model has a rate of its own.
+    # The mean over seeds counts, and each model has its own best rate.
     seeds = [row("1", 0.5), row("1", 0.1), row("2", 0.2), row("2", 0.3), row("2", 0, model="b")]
     assert best(seeds, higher=False) == {"lstm": "2", "b": "2"}
 
 
 def test_the_best_rate_is_that_of_finished_runs(bench):
-    """Not of the step that a slower model reached, unless the model has unfinished runs."""
+    """Not at the step that a slower model reached, unless the model has unfinished runs."""
 
     def row(rate, valid, result):
         return {"model": "lstm", "rate": rate, "valid": valid, "result_valid": result, "state": "x"}

@@ -1,4 +1,4 @@
-"""The benchmark of what torch.compile adds on the host runs."""
+"""The benchmark of torch.compile's host overhead runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of the GPU benchmark needs no GPU: its plan, its rows, its peers, its floor."""
+"""The parts of the GPU benchmark that need no GPU: its plan, rows, baselines and lower bound."""
 
 import csv
 import sys
@@ -77,7 +77,7 @@ def test_a_row_is_on_disk_at_once_and_replaces_its_like(bench, tmp_path):
     store.put(row_of(rows, "ptb", "bf16", rows.BN_LSTM, fwdbwd_ms=2.0, commit="old"))
     store.put(row_of(rows, "mnist", "bf16", rows.LSTM, fwdbwd_ms=3.0, commit="old"))
     assert [r["shape"] for r in read(path)] == ["mnist", "ptb"]  # in the order of the shapes
-    again = rows.Rows(path)  # another run, which ends before it comes to mnist
+    again = rows.Rows(path)  # another run, which ends before it reaches mnist
     again.put(row_of(rows, "ptb", "bf16", rows.BN_LSTM, fwdbwd_ms=1.0, commit="new"))
     found = {r["shape"]: (r["fwdbwd_ms"], r["commit"]) for r in read(path)}
     assert found == {"mnist": ("3.0", "old"), "ptb": ("1.0", "new")}
@@ -113,7 +113,7 @@ def test_median_and_spread(bench):
 
 
 def fake_measure(rows, slow=()):
-    """A training step of 8 ms in cuDNN, 6 with the batch first, 3 in ours; half of it captured."""
+    """A training step takes 8 ms in cuDNN, 6 with batch first, 3 in ours; half in a graph."""
     times = {rows.CUDNN: 8.0, rows.LSTM: 2.0, rows.BN_LSTM: 3.0}
 
     def measure(what, shape, precision):
@@ -144,7 +144,7 @@ def test_a_run_compares_like_with_like(bench, rates, tmp_path, capsys):
     first = found["bf16", rows.CUDNN + rows.BATCH_FIRST]
     assert (first["times_as_fast"], first["fastest_cudnn"]) == ("1.0", "bf16, batch first")
     ours = found["fp16", rows.BN_LSTM]
-    assert ours["times_as_fast"] == "2.0"  # the fastest, called
+    assert ours["times_as_fast"] == "2.0"  # compared with the fastest eager one
     assert found["bf16", rows.BN_LSTM + rows.GRAPH]["times_as_fast"] == "4.0"  # 3 / 0.75
     assert ours["memory_ratio"] == "0.5"
     assert found["bf16", rows.SCRIPTED]["times_as_fast"] == "0.1"
@@ -166,7 +166,7 @@ def test_the_fastest_configuration_of_cudnn_is_named(bench):
         "times_as_fast": 1.5,
         "fastest_cudnn": "fp16, autocast",
     }
-    for option in (rows.PACKED, rows.LENGTHS):  # of those for variable lengths
+    for option in (rows.PACKED, rows.LENGTHS):  # rows for variable lengths
         found = rows.beside_cudnn(ours | {"what": rows.BN_LSTM + option}, cudnn)
         assert found["fastest_cudnn"] == "bf16, PackedSequence"
 
@@ -227,20 +227,20 @@ def test_slow_calls_are_sampled_less(bench, monkeypatch):
     assert min(slow) >= 20
 
 
-# The floor --------------------------------------------------------------------------------------
+# The lower bound --------------------------------------------------------------------------------
 
 
 def test_the_floor_is_the_longest_of_three(bench, rates):
     floors = bench("gpu_floor").floors
     mnist = floors((784, 100, 1, 100, 1), "bf16", rates)
-    assert mnist["fwd"] == pytest.approx(0.784)  # 784 barriers of a microsecond
+    assert mnist["fwd"] == pytest.approx(0.784)  # 784 barriers of a microsecond each
     assert mnist["fwdbwd"] == pytest.approx(2 * 0.784)
     text8 = floors((180, 128, 27, 2000, 1), "tf32", rates)
     rows, gates = 180 * 128, 8000
     assert text8["fwd"] == pytest.approx(2 * rows * gates * 2027 / 4e14 * 1e3)
     assert text8["fwdbwd"] == pytest.approx(2 * rows * gates * (3 * 2000 + 2 * 27) / 4e14 * 1e3)
     assert text8["infer"] == text8["fwd"]
-    # One step of a wide layer: its weights, read once forward, read and written once backward.
+    # One step of a wide layer: its weights are read once forward, read and written once backward.
     wide = floors((1, 2, 64, 4096, 1), "bf16", rates)
     weights = 2 * 4 * 4096 * (64 + 4096)
     assert wide["fwd"] == pytest.approx(weights / 4e12 * 1e3, rel=1e-3)
@@ -259,7 +259,7 @@ def test_the_kernel_that_meets(bench):
     assert bench("gpu_floor").time_of_a_meeting(time_one, device) == pytest.approx(6e-3 / rounds)
 
 
-# The peers --------------------------------------------------------------------------------------
+# The baselines ----------------------------------------------------------------------------------
 
 
 def as_they_are(function):
@@ -274,7 +274,7 @@ def test_the_compiled_cell_is_the_batch_normalized_lstm(bench):
         parameter.data.normal_(0.5, 0.2)
         layer.get_parameter(f"{name}_l0").data.copy_(parameter)
     x = torch.randn(4, 7, 3)
-    # float32, a few steps: the last digits, enlarged where a variance is small
+    # float32, a few steps: last digits, magnified where a variance is small
     torch.testing.assert_close(peer(x)[0], layer(x)[0], rtol=1e-4, atol=1e-5)
     for name in "xhc":
         for moment in ("mean", "var"):
@@ -327,7 +327,7 @@ def test_what_is_timed_runs_forward_and_backward(bench, name, what, monkeypatch)
     assert all(p.grad is not None for p in ready.layer.parameters())
 
 
-# The picture and the command --------------------------------------------------------------------
+# The plot and the command -----------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What runs the GPU tests: how it reads their outcomes, without a GPU."""
+"""The runner of the GPU tests: how it reads their outcomes, without a GPU."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_outcomes(tests):
 
 @pytest.mark.slow
 def test_outcomes_of_real_tests(tests, tmp_path):
-    """As pytest of today writes them."""
+    """In the format that pytest currently writes."""
     file = Path(__file__).relative_to(tests.ROOT)
     names = [f"{file}::test_outcomes", f"{file}::test_that_is_not_there"]
     done = tests.run_tests(names[:1], 120, tests.run)
@@ -71,7 +71,7 @@ def test_a_process_is_stopped_at_its_time(tests):
 
 @pytest.mark.slow
 def test_what_a_stopped_process_started_is_stopped_too(tests, tmp_path):
-    """Such as the program that compute-sanitizer runs."""
+    """Such as a program that compute-sanitizer runs."""
     beat = f"""import time
 for n in range(600):
     open({str(tmp_path / "beat")!r}, "w").write(str(n))
@@ -197,7 +197,7 @@ def test_races_are_listed_once_with_their_places(bench, tests):
 
 
 def test_everything_in_one_summary(bench, tests):
-    """With processes that answer at once."""
+    """With processes that answer immediately."""
     seen = []
 
     def run(command, timeout, **environment):
@@ -236,7 +236,7 @@ def test_everything_in_one_summary(bench, tests):
 @pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile
 def test_the_case_for_the_sanitizer(bench):
-    """Its layers, by Triton's interpreter where there is no GPU; a wrong result is seen."""
+    """Runs its layers, in Triton's interpreter without a GPU; wrong results are detected."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
     case = bench("gpu_case")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -259,7 +259,7 @@ def test_the_case_for_the_sanitizer(bench):
 
 @pytest.mark.slow
 def test_failures_are_told_at_once(tmp_path):
-    """Also where the process does not come to its summary."""
+    """Also if the process does not reach its summary."""
     file = tmp_path / "test_it.py"
     file.write_text(
         "def test_a():\n    assert 1 == 2, 'why'\ndef test_b():\n    import os; os._exit(3)"

@@ -1,4 +1,4 @@
-"""What the host does around a GPU kernel: how much, and with which addresses."""
+"""Host overhead around a GPU kernel: how much, and with which addresses."""
 
 import importlib
 
@@ -9,8 +9,8 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-# As counted with torch 2.13, and room for what another version may do differently. More than that
-# is time that a small layer waits for the host.
+# Counts with torch 2.13, plus some slack for other versions. Anything beyond that is time that a
+# small layer waits for the host.
 MOST = {
     (rbn.LSTM, 1): {"forward": 13, "forward and backward": 35, "inference": 13},
     (rbn.LSTM, 2): {"forward": 33, "forward and backward": 80, "inference": 33},
@@ -51,7 +51,7 @@ def launches(monkeypatch):
 
 
 def is_read(position, tensor, flags):
-    """Whether the kernel reads this tensor: none that is empty, nor variances not to be raised."""
+    """Whether the kernel reads this tensor: not if it is empty, or if it has unraised variances."""
     return tensor.numel() > 0 and not (flags.get("RAISE") is False and position in (2, 3, 4))
 
 
@@ -68,7 +68,7 @@ def is_read(position, tensor, flags):
 def test_a_repeated_launch_gets_what_the_first_got(
     layer, options, features, dtype, kernels, bench, launches
 ):
-    """Later launches pass addresses where the first passes tensors: both must be the same ones."""
+    """Later launches pass addresses, the first passes tensors: both must be the same memory."""
     host = bench("host")
     with host.stand_ins(kernels):
         for lengths in (None, torch.tensor([3, 1, 2])):

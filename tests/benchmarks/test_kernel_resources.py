@@ -1,4 +1,4 @@
-"""Every CUDA C++ kernel compiles for every GPU that it is meant for, and fits on it."""
+"""Every CUDA C++ kernel compiles for every GPU that it supports, and fits on it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The benchmark of the training loop, in small and without a GPU."""
+"""The benchmark of the training loop, on a small scale and without a GPU."""
 
 import csv
 import sys
@@ -24,7 +24,7 @@ def test_a_row_for_each_model(bench, tmp_path, monkeypatch):
         layer, step = float(row["layer_ms"]), float(row["step_ms"])
         assert layer > 0
         assert step > 0
-        # Both were rounded to a thousandth of a millisecond before they are divided here.
+        # Both were rounded to a thousandth of a millisecond before the division here.
         assert float(row["overhead"]) == pytest.approx(step / layer - 1, abs=0.02)
 
 

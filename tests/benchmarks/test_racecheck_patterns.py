@@ -1,8 +1,8 @@
-"""The minimal programs for racecheck: what they are, and how its words are read, without a GPU."""
+"""The minimal programs for racecheck, and parsing of its output, without a GPU."""
 
 import pytest
 
-# As compute-sanitizer 2025.3 writes it.
+# Output format of compute-sanitizer 2025.3.
 OUTPUT = """========= COMPUTE-SANITIZER
 numbers Named_blocks_nobody 0
 ========= Error: Potential RAW hazard detected at __shared__ 0x400 in block (2,0,0) :
@@ -49,7 +49,7 @@ def test_the_source_says_what_its_patterns_are(module):
     text = module.SOURCE.read_text()
     found = {pattern.name: pattern for pattern in module.patterns(text)}
     assert len(found) == text.count("ROUND {") == 20
-    # Those are named after what they lack.
+    # Incorrect programs are named after what they lack.
     assert {name for name, p in found.items() if not p.right} == {
         name for name in found if name.endswith(("Nothing", "Early"))
     }
@@ -88,7 +88,7 @@ def test_a_right_program_with_wrong_numbers_is_no_evidence(module):
     lines, well = lines_of(module, ran, module.Pattern("Async", True, True, words))
     assert not well
     assert "5 wrong numbers" in lines["cluster"]
-    # That of a wrong one is what it is for; one that did not run is no evidence either.
+    # An incorrect program should be reported; one that did not run proves nothing either.
     assert lines_of(module, ran, module.Pattern("Async", False, True, words))[1]
     lines, well = lines_of(module, "", module.Pattern("Async", False, True, words))
     assert not well

@@ -1,4 +1,4 @@
-"""The benchmark of streaming, in small."""
+"""The streaming benchmark, on a small scale."""
 
 import csv
 import sys
@@ -24,7 +24,7 @@ def test_a_row_for_each_module(bench, tmp_path, monkeypatch):
     for row in rows:
         theirs = medians[row["peer"], row["mode"], row["T"]]
         ours = medians[row["what"], row["mode"], row["T"]]
-        # The medians were rounded to a tenth of a microsecond after the ratio was made.
+        # The medians were rounded to a tenth of a microsecond after the ratio was computed.
         assert float(row["ratio"]) == pytest.approx(ours / theirs, rel=0.05)
         assert row["device"]
         assert row["commit"]

@@ -1,4 +1,4 @@
-"""The runner of PyTorch's own tests: what it counts, and what is left to pass."""
+"""The runner of PyTorch's own tests: what it counts, and what it skips."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tiny data sets, a web server for them, and the real files where there are any."""
+"""Tiny data sets, a web server for them, and the real files if available."""
 
 import gzip
 import hashlib
@@ -19,7 +19,7 @@ REASON = "RBN_DATA is not set: no real data here"
 
 @pytest.fixture(scope="session")
 def real() -> Path:
-    """The folder of the real files."""
+    """The folder of the real data files."""
     if not os.environ.get("RBN_DATA"):
         pytest.skip(REASON)
     return Path(os.environ["RBN_DATA"])
@@ -35,7 +35,7 @@ def sha256(content: bytes) -> str:
 
 
 def make_source(name: str, content: bytes, packed: str = "", urls: tuple[str, ...] = ()) -> Source:
-    """A source of that content, published as it is or, with ``packed=".gz"``, gzipped."""
+    """A source with this content, published as is or, with ``packed=".gz"``, gzipped."""
     file = gzip.compress(content, mtime=0) if packed == ".gz" else content
     published = Published(name + packed, len(file), sha256(file), urls)
     return Source(name, len(content), sha256(content), published)
@@ -48,7 +48,7 @@ def make_source_fixture() -> Callable[..., Source]:
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataSet]:
-    """Puts other files in the place of a data set's, for one test."""
+    """Replaces the files of a data set for one test."""
 
     def put(name: str, *sources: Source) -> DataSet:
         data = DataSet(name, "a test", name, sources)
@@ -59,13 +59,13 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataSet]:
 
 
 class Server:
-    """What a web server gives, and what it was asked for."""
+    """The contents that a web server offers, and the requests it got."""
 
     def __init__(self, port: int) -> None:
         self.address = f"http://127.0.0.1:{port}/"
         self.files: dict[str, bytes] = {}
-        self.ranges: list[str | None] = []  # of each request
-        self.tilings: list[int] = []  # the first requests break off after so many bytes
+        self.ranges: list[str | None] = []  # range header of each request
+        self.tilings: list[int] = []  # the first requests break off after this many bytes
         self.knows_ranges = True
         self.says_length = True
 
@@ -92,7 +92,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A web server on this machine, empty."""
+    """An empty web server on this machine."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
     class Handler(BaseHTTPRequestHandler):
@@ -113,7 +113,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address where nobody answers."""
+    """An address where no server answers."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ CONTENT = bytes(range(256)) * 1000  # several chunks
 
 @pytest.fixture
 def publish(make_source: Callable[..., Any], server: Any) -> Callable[..., Published]:
-    """Offers a file on the server; what it gives may differ from what it should."""
+    """Offers a file on the server; the content may differ from the expected one."""
 
     def put(given: bytes = CONTENT, **options: Any) -> Published:
         server.files["file"] = given

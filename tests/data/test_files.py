@@ -18,7 +18,7 @@ Make = Callable[..., Any]
 
 
 def write(folder: Path, form: str, content: bytes = CONTENT, member: str = "file") -> Path:
-    """The content as a file in one of the forms."""
+    """The content as a file in one of the accepted forms."""
     path = folder / form
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(content))
@@ -124,7 +124,7 @@ def test_altered_byte_anywhere_is_found(make_source: Make, tmp_path: Path, form:
     whole = path.read_bytes()
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        # A byte of the header that says nothing about the content may change.
+        # A header byte that does not affect the content may change.
         with contextlib.suppress(DataAltered):
             assert read(source, path) == CONTENT
 

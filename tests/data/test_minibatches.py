@@ -1,4 +1,4 @@
-"""Labelled sequences in batches."""
+"""Batches of labelled sequences."""
 
 import pytest
 import torch

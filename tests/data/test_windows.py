@@ -1,4 +1,4 @@
-"""Windows of a stream, to the character."""
+"""Windows of a stream, checked to the character."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SIZES = [
 
 
 def stream(length: int) -> torch.Tensor:
-    """Every character says where it is."""
+    """Every character encodes its position."""
     return torch.arange(length)
 
 
@@ -48,7 +48,7 @@ def test_batches_to_the_character(n: int, length: int, batch: int) -> None:
 def test_batches_are_the_same_however_many_are_gathered_at_once(
     together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In any order: those of an epoch one after another, backwards, of two epochs in turn."""
+    """In any order: one epoch in order, backwards, or two epochs alternating."""
     one = Windows(stream(400), 7, 4, seed=2)
     assert one.batches_per_epoch == 14
     monkeypatch.setattr("rbn.data.windows._AT_ONCE", together * 7 * 4)
@@ -97,12 +97,12 @@ def test_epochs_and_seeds_differ() -> None:
     windows, other = Windows(stream(1000), 10, 4, seed=0), Windows(stream(1000), 10, 4, seed=1)
     cuts = [windows.starts(epoch) for epoch in range(30)]
     assert len({tuple(cut.tolist()) for cut in cuts}) == 30
-    assert len({int(cut.min()) for cut in cuts}) > 5  # the offset changes, not the order alone
+    assert len({int(cut.min()) for cut in cuts}) > 5  # the offset changes, not only the order
     assert not torch.equal(windows.starts(0), other.starts(0))
 
 
 def test_cut_is_the_same_on_every_machine() -> None:
-    # A change here is a change of every training run.
+    # A change here changes every training run.
     assert Windows(stream(60), 10, 1, seed=1).starts(2).tolist() == [29, 39, 9, 19, 49]
 
 

@@ -6,7 +6,7 @@ from pair import run_pair
 
 
 def pytest_collection_modifyitems(items):
-    """Whatever needs the two processes is slow."""
+    """Everything that needs two processes is slow."""
     for item in items:
         if "pair_folder" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
@@ -14,11 +14,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def pair_folder(make_once, warm_process):
-    """Where two processes have run all cases."""
+    """The folder in which two processes have run all cases."""
     return make_once("pair", functools.partial(run_pair, warm_process))
 
 
 @pytest.fixture(scope="session")
 def pair(pair_folder):
-    """What each of the two found: by case, what it returned."""
+    """The results of both processes, by case."""
     return [torch.load(pair_folder / f"rank{k}.pt", weights_only=False) for k in range(2)]

@@ -16,7 +16,7 @@ DEVICE = "cuda"
 
 
 def found(rows: list[int]) -> dict[str, torch.Tensor]:
-    """Output, gradients and statistics of some of the rows."""
+    """Output, gradients and statistics for some of the rows."""
     torch.manual_seed(2)
     layer = rbn.BatchNormLSTM(3, 8, bidirectional=True, sync_stats=True, dtype=torch.float64)
     x = torch.randn(6, 5, 3, dtype=torch.float64)
@@ -31,7 +31,7 @@ def found(rows: list[int]) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # NCCL wants a GPU for each process; gloo goes through the host's memory.
+    # NCCL requires a GPU per process; gloo uses the host's memory.
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     torch.save(found(ROWS[rank]), folder / f"rank{rank}.pt")

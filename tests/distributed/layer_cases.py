@@ -1,4 +1,4 @@
-"""Layers called with the rows of a minibatch on two processes, or on one."""
+"""Layers called with the rows of a minibatch, on two processes or on one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Found = dict[str, Tensor]
 
 @dataclass
 class LayerCase:
-    """Sequences on each process, and how they are given to a layer.
+    """The sequences on each process, and how they are passed to a layer.
 
     Attributes:
-        lengths: of the sequences on each process.
-        told: whether the layer is told the lengths; otherwise all of a process are alike.
+        lengths: lengths of the sequences on each process.
+        told: whether the layer gets the lengths; otherwise those of a process are all equal.
         how: ``plain``, ``batch_first``, ``packed``, ``symbols`` or ``pieces`` (of two steps).
-        hx: whether initial states are given.
+        hx: whether initial states are passed.
         steps: training steps, each with new sequences, for the running statistics.
         extra: steps of padding beyond the longest sequence of each of two processes; they must not
             matter, and one process has none.
@@ -54,7 +54,7 @@ class LayerCase:
         return made
 
     def run(self, layer: Any, ranks: list[int]) -> Found:
-        """What some of the processes find; on one process all of them."""
+        """The results for some of the processes; on one process for all of them."""
         found: Found = {}
         for step in range(self.steps):
             found |= self._run(layer, ranks, step)
@@ -73,7 +73,7 @@ class LayerCase:
         states, wanted = (
             torch.zeros(2, stack, len(rows), HIDDEN, dtype=self.dtype) for _ in range(2)
         )
-        for column, (r, k) in enumerate(rows):  # the same whoever has the row
+        for column, (r, k) in enumerate(rows):  # the same on whichever process the row is
             g = torch.Generator().manual_seed(1000 * step + 100 * r + k)
             length = self.lengths[r][k]
             x[:length, column] = torch.randn(length, INPUTS, generator=g, dtype=self.dtype)
@@ -172,7 +172,7 @@ CASES = _cases()
 
 
 def cell(kind: type[Any], ranks: list[int]) -> Found:
-    """Four steps of a cell, two rows on the first process and three on the second."""
+    """Four steps of a cell, with two rows on the first process and three on the second."""
     torch.manual_seed(5)
     made = kind(INPUTS, HIDDEN, sync_stats=True, dtype=torch.float64)
     x = torch.randn(4, 5, INPUTS, dtype=torch.float64)
@@ -189,7 +189,7 @@ def cell(kind: type[Any], ranks: list[int]) -> Found:
 
 
 def term(ranks: list[int]) -> Found:
-    """The attention's normalization, over positions of which some are padding."""
+    """The attention's normalization over positions with padding among them."""
     torch.manual_seed(5)
     made = BatchNormTerm(HIDDEN, sync_stats=True, dtype=torch.float64)
     x = torch.randn(4, 5, HIDDEN, dtype=torch.float64)
@@ -208,7 +208,7 @@ def term(ranks: list[int]) -> Found:
 
 
 def reader(ranks: list[int]) -> Found:
-    """A whole model, with everything normalized and both directions."""
+    """A complete model, with everything normalized and both directions."""
     torch.manual_seed(5)
     model = AttentiveReader(
         9, 4, 2, HIDDEN, "bn-e**", sync_stats=True, dtype=torch.float64, eps=1e-3

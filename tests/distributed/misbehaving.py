@@ -1,4 +1,4 @@
-"""What a process may do when others count on it; in a file of its own, for it to start soon."""
+"""Failures of one process while others wait for it; a separate file, so that it starts fast."""
 
 import os
 import time

@@ -40,8 +40,8 @@ CASES = {
     for op in ("bn_lstm", "bn_rnn", "bn_gru")
     for seed in range(16)
 }
-# Rows alike in the first steps: a term that is constant over all rows passes no gradient on. On one
-# process the rows are alike for longer; what counts are those of both.
+# Identical rows in the first steps: a term that is constant over all rows passes no gradient on. On
+# one process the rows are identical for longer, but the rows of both count.
 CASES["rows alike"] = constant_beginning("bn_lstm", 3, 6, 6, 4)
 alike = CASES["rows alike"].present()["wx"].clone()
 alike[3:5, :3] = alike[3:5, :1]
@@ -49,7 +49,7 @@ CASES["rows alike, on one process longer"] = CASES["rows alike"].with_tensors(wx
 
 
 def split_of(case: Case) -> int:
-    """Rows of the first process; the second has the rest, perhaps none."""
+    """The first process's rows; the second has the rest, possibly none."""
     B = case.present()["wx"].shape[1]
     return B if B == 2 else B // 2
 
@@ -60,7 +60,7 @@ def part(value: torch.Tensor, dim: int, split: int, rank: int) -> torch.Tensor:
 
 
 def part_of(case: Case, rank: int) -> Case:
-    """The call with the rows of one process."""
+    """The call with one process's rows."""
     split = split_of(case)
 
     def of(values: dict[str, Any], dims: dict[str, int]) -> dict[str, Any]:

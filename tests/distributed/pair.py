@@ -1,4 +1,4 @@
-"""Two processes that run all cases at once: starting them takes longer than any case.
+"""Two processes that run all cases together, because starting them takes longer than any case.
 
 python pair.py RANK FOLDER
 """
@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent / "ops"))  # recurrence_cases
 
 
 def run_pair(warm: WarmProcess, folder: Path, timeout: float = 300) -> None:
-    """Let two processes of a gloo group write down what each case returns."""
+    """Let two processes of a gloo group save the result of each case."""
     outputs = [folder / f"output{rank}" for rank in range(2)]
     for output in outputs:
         output.mkdir()
@@ -60,7 +60,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """One of the two: writes down what each case returns."""
+    """One of the two processes: saves the result of each case."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     cases = all_cases(folder)
@@ -85,7 +85,7 @@ def main(rank: int, folder: Path) -> None:
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    exit_at_once(0)  # gloo's threads may not be ready for the end
+    exit_at_once(0)  # gloo's threads may not be ready to exit
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rbn.nn import own_statistics
 
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
-LENGTHS = (5, 3, 6, 4, 5)  # of the batches; the first process takes three, the second two
+LENGTHS = (5, 3, 6, 4, 5)  # lengths of the batches; the first process takes three, the second two
 
 
 def make(sync: bool, **options: Any) -> rbn.BatchNormLSTM:
@@ -34,7 +34,7 @@ def buffers(layer: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def whole_batches(rank: int) -> Any:
-    """Each process has batches of its own, one more than the other."""
+    """Each process has its own batches, one more than the other."""
     layer = make(sync=False)
     count = rbn.update_population_stats(layer, batches()[rank::2])
     assert layer.stats_h_l0.estimated
@@ -54,7 +54,7 @@ def parts(rank: int) -> Any:
 
 
 def shared_out(rank: int) -> Any:
-    """Layers that train together, and batches that are shared out whole."""
+    """Layers that train together, and batches that are not split."""
     layer = make(sync=True)
     with own_statistics(layer):
         count = rbn.update_population_stats(layer, batches()[rank::2])
@@ -62,7 +62,7 @@ def shared_out(rank: int) -> Any:
 
 
 def without_noise(rank: int) -> Any:
-    """The same parts, estimated as the model is evaluated."""
+    """The same parts, estimated in evaluation mode."""
     layer = make(sync=True, zoneout=(0.5, 0.5), hidden_noise=1.0)
     mine = [batch[:, :2] if rank == 0 else batch[:, 2:] for batch in batches()]
     rbn.update_population_stats(layer, mine, train_mode=False)
@@ -90,7 +90,7 @@ def nothing(rank: int) -> str:
 
 
 def running(rank: int, momentum: float | None) -> Any:
-    """Running averages of each process, averaged twice on the way."""
+    """Running averages per process, averaged over processes twice along the way."""
     layer = make(sync=False, momentum=momentum, refresh_stats=False)
     own = make(sync=False, momentum=momentum, refresh_stats=False)
     mine = batches()[rank::2][:2]
@@ -104,7 +104,7 @@ def running(rank: int, momentum: float | None) -> Any:
 
 
 def evaluated(rank: int) -> Tensor:
-    """In eval() processes do not wait for each other, whatever they normalize with."""
+    """In eval(), processes do not wait for each other, whatever they normalize with."""
     layer = make(sync=True)
     layer(batches()[0])
     with rbn.batch_statistics(layer.eval()):
@@ -113,7 +113,7 @@ def evaluated(rank: int) -> Tensor:
 
 
 def under_ddp(rank: int) -> Any:
-    """As torch's users do it: its own defaults, buffers that grow, uneven parts of a batch."""
+    """As users of torch do: default options, growing buffers, uneven parts of a batch."""
     layer = make(sync=True)
     model = DistributedDataParallel(layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -128,7 +128,7 @@ def under_ddp(rank: int) -> Any:
 
 
 def under_ddp_alone(rank: int) -> Any:
-    """The same with statistics of each process, whose buffers grow to different lengths."""
+    """The same with statistics per process, whose buffers grow to different lengths."""
     layer = make(sync=False, refresh_stats=False)
     model = DistributedDataParallel(layer, **{OPTION: False})
     for batch in batches()[rank::2][:2]:
@@ -139,7 +139,7 @@ def under_ddp_alone(rank: int) -> Any:
 
 
 def emptied_by_ddp(rank: int) -> Any:
-    """DDP copies the first process's buffers, in which no sequence is as long, before each step."""
+    """Before each step DDP copies the first process's buffers, which has no sequence as long."""
     layer = make(sync=False, max_length=6, refresh_stats=False)
     model = DistributedDataParallel(layer)
     own = []
@@ -151,7 +151,7 @@ def emptied_by_ddp(rank: int) -> Any:
 
 
 def refreshed(rank: int, sync: bool) -> Any:
-    """Statistics at the current weights: of each process's own inputs, then of all."""
+    """Statistics at the current weights: from each process's own inputs, then from all."""
     layer = make(sync=sync)
     model = DistributedDataParallel(layer, **{OPTION: False})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

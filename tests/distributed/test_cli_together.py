@@ -1,4 +1,4 @@
-"""``rbn train --devices`` and torchrun: started, stopped, killed and gone on with."""
+"""``rbn train --devices`` and torchrun: started, stopped, killed and resumed."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def invoke(*arguments):
 
 @pytest.fixture
 def started(warm_process, tmp_path):
-    """Starts commands one after the other, and ends what is left of them."""
+    """Starts commands one after another, and ends those that are left."""
     commands = []
 
     def start(*words):
@@ -98,7 +98,7 @@ def test_stopped_then_a_rank_killed_then_gone_on_with_alone(started, tmp_path):
     os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     code, errors = process.wait(120), process.errors
-    assert time.monotonic() - killed < 60  # at once, and not after the patience of the backend
+    assert time.monotonic() - killed < 60  # immediately, not after the backend's timeout
     assert code == 1, errors
     (said,) = (line for line in errors.splitlines() if line.startswith("rbn: "))
     assert "rank 1 of 2 was killed by SIGKILL; the others were ended" in said
@@ -122,7 +122,7 @@ def test_torchrun(tmp_path):
     with from_scratch(*run, "-m", "rbn", "train", "digits", *SMALL, *options) as process:
         output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert output.count("digits, bn-lstm, seed 1: test accuracy ") == 1  # the first rank talks
+    assert output.count("digits, bn-lstm, seed 1: test accuracy ") == 1  # one rank prints
     result = json.loads((folder / "result.json").read_text())
     assert (result["devices"], result["steps"]) == (2, 12)
     assert {path.name for path in folder.iterdir()} == {
@@ -207,4 +207,4 @@ def test_if_one_fails_all_end(how, error, message):
     began = time.monotonic()
     with pytest.raises(error, match=message):
         launch(misbehave, (how,), 2)
-    assert time.monotonic() - began < 300  # the other one did not sleep to its end
+    assert time.monotonic() - began < 300  # the other one did not finish its sleep

@@ -47,7 +47,7 @@ def test_layers_and_statistics(group):
     layer = rbn.BatchNormLSTM(3, 4, sync_stats=True)
     batches = [torch.randn(length, 6, 3) for length in (5, 3)]
     assert rbn.update_population_stats(layer, batches) == 2
-    assert layer.stats_h_l0.group is None  # one process has the fast path
+    assert layer.stats_h_l0.group is None  # a single process uses the fast path
     before = {name: value.clone() for name, value in layer.named_buffers()}
     rbn.average_population_stats(layer)
     statistics = [layer.stats_h_l0, layer.stats_c_l0]

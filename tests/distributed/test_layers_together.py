@@ -1,4 +1,4 @@
-"""Layers with `sync_stats` on two processes: what one process with all rows has."""
+"""Layers with `sync_stats` on two processes match one process with all rows."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_two_processes_are_one_with_all_rows(name, pair):
         if key.startswith("row"):
             (got,) = (found[key] for found in (first, second) if key in found)
             limit = gradient if key.endswith("grad") else result
-        elif key.startswith("grad"):  # the sum of both is what training takes
+        elif key.startswith("grad"):  # training uses the sum of both
             got, limit = first[key] + second[key], gradient
         else:
             assert torch.equal(first[key], second[key]), f"{key} is not the same on both"

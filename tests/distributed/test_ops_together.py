@@ -1,4 +1,4 @@
-"""Recurrences over rows on two processes: what one process with all rows has, and its gradients."""
+"""Recurrences with rows on two processes match one process with all rows, including gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Population statistics are averaged over the processes that train together."""
+"""Population statistics are averaged over all processes that train together."""
 
 import population_cases as cases
 import pytest
@@ -39,8 +39,8 @@ def test_parts_that_do_not_fit_are_refused_everywhere(pair):
 
 
 def test_running_averages(pair):
-    # The running average is linear in what is averaged, so averaging on the way changes nothing:
-    # in steps that both have seen every time, half of each process's own.
+    # The running average is linear in its inputs, so averaging along the way changes nothing: in
+    # steps that both have always seen, it is half of each process's own.
     (first, own), (second, own2) = (found["population running"] for found in pair)
     assert all(torch.equal(value, second[key]) for key, value in first.items())
     seen = (own["stats_x_l0.count"][:3] == 4).all() and (own2["stats_x_l0.count"][:3] == 4).all()
@@ -51,7 +51,7 @@ def test_running_averages(pair):
 
 
 def test_plain_averages_weigh_every_minibatch_alike(pair):
-    # But where a count was odd when it was halved.
+    # Except if a count was odd when it was halved.
     (first, own), (second, own2) = (found["population running, plain"] for found in pair)
     assert all(torch.equal(value, second[key]) for key, value in first.items())
     for term in "xhc":
@@ -104,7 +104,7 @@ def test_under_ddp_each_keeps_its_own_until_they_are_averaged(pair):
 
 
 def test_estimates_that_ddp_has_emptied(pair):
-    """Every one of those steps is a first one again, and is not averaged with zeros."""
+    """Each of these steps counts as a first one again, and is not averaged with zeros."""
     _, second = (found["population emptied by DDP"] for found in pair)
     for batch, found in zip(cases.batches(), second, strict=False):
         layer = cases.make(sync=False)

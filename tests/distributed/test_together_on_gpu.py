@@ -1,4 +1,4 @@
-"""Two processes on one GPU, and DDP over NCCL as far as one process goes."""
+"""Two processes on one GPU, and DDP over NCCL as far as one process allows."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Two processes that train a run: what one has, one checkpoint, one decision."""
+"""Training with two processes matches one: same results, one checkpoint, common decisions."""
 
 import json
 
@@ -9,8 +9,8 @@ import training_cases as cases
 from rbn.experiments import results
 from rbn.training import checkpoint
 
-# The models are in float64, but the losses are taken of float32 logits (eps 1.2e-7). Their rounding
-# goes through a few steps of Adam, and differed by 2e-7 at most.
+# The models are in float64, but losses are computed from float32 logits (eps 1.2e-7). Their
+# rounding goes through a few steps of Adam, and differed by 2e-7 at most.
 TOLERANCE = 2e-6
 
 
@@ -76,7 +76,7 @@ def test_stopped_and_resumed_with_noise_of_each_process(together, pair_folder):
     )
     assert metadata["progress"]["step"] == metadata2["progress"]["step"] == 12
     for name, value in whole.items():
-        if "stats" in name:  # averaged once more on the way: the last digit of float32
+        if "stats" in name:  # averaged once more along the way: last digits of float32
             torch.testing.assert_close(other[name], value, rtol=1e-6, atol=1e-7)
         else:
             assert torch.equal(other[name], value), name

@@ -1,4 +1,4 @@
-"""Training runs of two processes, in the folder that both write to."""
+"""Training runs of two processes, in a folder that both write to."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def settings(task: str, model: str, sync: bool) -> config.Config:
 
 
 def task_of(wanted: config.Config) -> Any:
-    """A task in float64, so that two orders of summation give nearly the same."""
+    """A task in float64, so that two orders of summation agree closely."""
     loaded: Any = build.load(wanted, CPU)
     if isinstance(loaded, Splits):
         parts = (loaded.train, loaded.valid, loaded.test)
@@ -72,7 +72,7 @@ def world(rank: int) -> World:
 
 
 def run(name: str, folder: Path, rank: int | None = None, stop: int | None = None) -> Any:
-    """Train a run to its end, or to a step; the trainer. rank: of two, or alone."""
+    """Train a run to its end, or to a step. Returns the trainer. rank: of two, or None."""
     wanted = settings(*RUNS[name])
     fabric = make_fabric(CPU, "32-true", None if rank is None else world(rank))
     trainer = build.make_trainer(wanted, task_of(wanted), folder, fabric=fabric)
@@ -90,11 +90,11 @@ def run(name: str, folder: Path, rank: int | None = None, stop: int | None = Non
 
 
 def prepare(folder: Path) -> None:
-    """What one process leaves for two to go on with."""
+    """A checkpoint of one process, for two to resume."""
     run("digits", folder / "one-then-two", stop=3)
 
 
-# What two processes do when something happens to one of them --------------------------------------
+# Two processes when something happens to one of them ----------------------------------------------
 
 
 class Parted(Letters):
@@ -110,7 +110,7 @@ def letters(folder: Path, rank: int, task: Any = None, steps: int = 12, **option
 
 
 def stopped_and_resumed(rank: int, folder: Path) -> None:
-    """With noise, zoneout and dropout; statistics of each process."""
+    """With noise, zoneout and dropout; statistics per process."""
     letters(folder / "whole", rank).run()
     first = letters(folder / "stopped", rank)
     for progress in first.steps():
@@ -123,7 +123,7 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
 
 
 def interrupted(rank: int, folder: Path) -> int:
-    """Ctrl-C comes to the second process alone, in the middle of the fifth step."""
+    """Only the second process gets Ctrl-C, in the middle of the fifth step."""
 
     class Interrupted(Parted):
         def batch(self, step: int) -> Any:
@@ -163,7 +163,7 @@ def full_disk(rank: int, folder: Path) -> str:
     next(trainer.steps())
     if rank == 0:
         folder.joinpath("last.safetensors").unlink()
-        folder.joinpath("last.safetensors").mkdir()  # as good as a full disk
+        folder.joinpath("last.safetensors").mkdir()  # has the effect of a full disk
     try:
         with trainer.isolated():
             trainer.save()

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of experiments."""
+"""Fixtures for the tests of experiments."""
 
 import functools
 import http.server
@@ -16,7 +16,7 @@ from rbn.experiments.build import build, make_trainer
 
 @pytest.fixture
 def stopped_and_whole(tmp_path):
-    """What trains without a stop, and with one after some steps, to the same numbers."""
+    """Trains without a stop, and with a stop after some steps, and compares the results."""
 
     def compare(config, steps):
         def trainer(folder):
@@ -77,7 +77,7 @@ async function measure(width) {
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """The command line of a Chromium that starts."""
+    """The command line of a working Chromium."""
     if BROWSER is None:
         pytest.skip("no Chromium to open the page with")
     profile = tmp_path_factory.mktemp("profile")
@@ -137,7 +137,7 @@ def open_page(browser, tmp_path):
 
 @pytest.fixture
 def check_page(open_page):
-    """Checks a page at all widths: nothing sticks out, every picture loads, every link works."""
+    """Checks a page at all widths: nothing overflows, all pictures load, all links work."""
 
     def check(page, dark=False):
         measured = open_page(page, dark)

@@ -1,4 +1,4 @@
-"""The commit in a result is of this project, or there is none."""
+"""The commit in a result is of this project, or unknown."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ _AUTHOR = ("-c", "user.name=someone", "-c", "user.email=someone@example.org")
 
 @pytest.fixture
 def git(tmp_path, monkeypatch):
-    """Runs git in a new repository with one commit, in whose folder ``own`` the package lies."""
+    """Runs git in a new repository with one commit, with the package in its folder ``own``."""
     monkeypatch.delenv("RBN_COMMIT", raising=False)
 
     def run(*words):

@@ -84,7 +84,7 @@ def test_settings_from_the_command_line():
     ("text", "value"), [("1e-3", 0.001), ("-2E+3", -2000.0), ("1.5e3", 1500.0), ("1e", "1e")]
 )
 def test_numbers_are_what_they_look_like(text, value, tmp_path):
-    config = with_settings(Config("ptb"), [f"layer.some={text}"])  # which takes anything
+    config = with_settings(Config("ptb"), [f"layer.some={text}"])  # a setting that accepts anything
     assert (config.layer["some"], type(config.layer["some"])) == (value, type(value))
     (tmp_path / "mine.yaml").write_text(f"decay_from: {text}\n")
     assert configs.read_yaml(tmp_path / "mine.yaml") == {"decay_from": value}

@@ -1,4 +1,4 @@
-"""The demo: from the training to the page, and that its words follow its numbers."""
+"""The demo: from training to the page, and sentences that match the numbers."""
 
 import base64
 import csv
@@ -42,7 +42,7 @@ def few() -> Splits:
 
 @pytest.fixture(scope="module")
 def demo(few: Splits, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path, str]:
-    """One small run: what it found, its folder and what it showed."""
+    """One small run: its result, folder and output."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     console = Console(width=100, record=True, file=io.StringIO())
     result = run_demo(SMALL, out, data=few, console=console)
@@ -50,7 +50,7 @@ def demo(few: Splits, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result,
 
 
 def course(name: str, accuracies: list[float], *, test: float, pace: float = 0.1) -> Trained:
-    """A model whose validation accuracy is given for steps 10, 20, ..."""
+    """A model with given validation accuracies at steps 10, 20, ..."""
     records = [
         Record(10 * (k + 1), pace * 10 * (k + 1), 1.0, accuracy, accuracy)
         for k, accuracy in enumerate(accuracies)
@@ -96,7 +96,7 @@ def test_same_seed_same_numbers_bit_for_bit(name: str, few: Splits) -> None:
 
     before = torch.get_rng_state()
     first = numbers(SMALL)
-    assert torch.equal(torch.get_rng_state(), before)  # the caller's generator is left alone
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's generator does not change
     torch.rand(3)
     assert numbers(SMALL) == first
     assert numbers(replace(SMALL, seed=2)) != first
@@ -125,7 +125,7 @@ def test_reach_compares_the_gradients_of_first_and_last_pixels(few: Splits) -> N
     assert reach(model, few.train, 20) == expected.item()
 
 
-# The whole ---------------------------------------------------------------------------------------
+# The complete demo -------------------------------------------------------------------------------
 
 
 def test_files(demo: tuple[Result, Path, str]) -> None:
@@ -165,7 +165,7 @@ def test_terminal_shows_progress_table_and_outcome(demo: tuple[Result, Path, str
             assert cell in words
     assert headline(result) in words
     assert "index.html" in words
-    # Right below the numbers that it explains.
+    # Right below the numbers it explains.
     assert words.index(rows(result)[1][-1]) < words.index(NOTE) < words.index(headline(result))
 
 
@@ -210,7 +210,7 @@ def test_page_is_valid_and_needs_nothing_else(demo: tuple[Result, Path, str]) ->
     assert "url(" not in rest
     assert "@import" not in rest
     assert "<script" not in rest
-    assert not re.search(r"\$\w", rest)  # every placeholder is filled in
+    assert not re.search(r"\$\w", rest)  # every placeholder is replaced
     assert str(out) not in markup
     assert rest.count("<mtr>") == 3  # the three equations
     words = " ".join(page.text.split())
@@ -287,7 +287,7 @@ def test_threads_are_set_and_put_back(
     assert torch.get_num_threads() == before
 
 
-# The words ---------------------------------------------------------------------------------------
+# The sentences -----------------------------------------------------------------------------------
 
 
 def parts(sentence: str) -> list[str]:
@@ -331,7 +331,7 @@ def test_words_where_nobody_is_faster() -> None:
     slow = outcome_of([0.5, 0.6], [0.6, 0.7])
     assert faster(slow) is None
     assert headline(slow).endswith("neither model reached 80%")
-    neither, _, _ = outcome(slow)  # and not a word of 90%
+    neither, _, _ = outcome(slow)  # 90% is not mentioned
     assert "Neither" in neither
     assert parts(neither) == ["80%", "60.0%", "LSTM", "70.0%", "BN-LSTM"]
 

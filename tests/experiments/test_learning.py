@@ -1,4 +1,4 @@
-"""That a run of the real thing learns."""
+"""A run of a real task learns."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from rbn.experiments import build, results
 from rbn.experiments import config as configs
 from rbn.experiments.config import from_mapping, with_settings
 
-# A smaller model at a higher rate: a third of the time.
+# A smaller model at a higher rate, which takes a third of the time.
 SHORTER = ["evaluate_every=60", "hidden_size=64", "epochs=20", "optimizer.lr=0.01"]
 
 
 @pytest.mark.no_cover
 @pytest.mark.slow
 def test_sequential_digits(tmp_path):
-    """As ``rbn train digits``: 64 steps, a pixel at a time; chance is 10 %."""
+    """Like ``rbn train digits``: 64 steps, one pixel at a time; chance is 10 %."""
     config = with_settings(from_mapping(configs.published("digits")), SHORTER)
     task = build.build(config, 1, torch.device("cpu"))
     trainer = build.make_trainer(config, task, tmp_path)

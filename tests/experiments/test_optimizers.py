@@ -25,7 +25,7 @@ def test_weight_decay_is_of_matrices():
 
 
 def test_what_gets_no_gradient_gets_smaller():
-    """Only what decays, and only by what is asked for."""
+    """Only what should decay, and by the requested amount."""
     config = from_mapping(SMALL | {"optimizer": ADAMW})
     model = build(config, 1, CPU).model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -44,7 +44,7 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(optimizer, stopped_and_whole)
 
 
 def test_betas_may_be_whole_numbers():
-    """PyTorch has them floats."""
+    """PyTorch requires floats."""
     optimizer = {"name": "adam", "betas": [0, 0.99]}
     config = from_mapping(SMALL | {"optimizer": optimizer})
     assert make_optimizer(config, torch.nn.Linear(2, 2)).param_groups[0]["betas"] == (0.0, 0.99)

@@ -1,4 +1,4 @@
-"""The published results: what they say, and that their commands mean the settings they have."""
+"""The published results are consistent, and their commands have the settings they record."""
 
 import csv
 import json

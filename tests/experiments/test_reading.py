@@ -1,4 +1,4 @@
-"""The reading tasks: configs, training on made-up news, the archive's files, questions asked."""
+"""The reading tasks: configs, training on made-up news, the archive's files, asking questions."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def test_a_task_for_the_trainer():
     assert (task.batches_per_epoch, task.items_per_step) == (6, 20)
     loss = task.loss(*task.batch(0))
     loss.backward()
-    assert torch.equal(task.loss(*task.batch(0)), loss)  # the batch depends on the step alone
+    assert torch.equal(task.loss(*task.batch(0)), loss)  # the batch depends on the step only
     document, question, *_ = task.batch(3)
     assert (len(document), len(question)) in task.batches.shapes
     for s in (3, 4):
@@ -136,7 +136,7 @@ def test_the_error_rate_is_that_of_the_examples_one_by_one():
             nats += float(F.cross_entropy(logits, classes))
     found = task.measure("valid")
     assert found.value == pytest.approx(wrong / 40)
-    # Float32 in batches and one by one: some units of its rounding (6e-8) through the network.
+    # float32 in batches and one by one: some units of rounding (6e-8) through the network.
     assert found.nats == pytest.approx(nats / 40, rel=1e-5)
 
 
@@ -167,7 +167,7 @@ def test_each_variant_fits_a_batch(variant):
 @pytest.mark.no_cover
 @pytest.mark.slow
 def test_answers_to_new_questions_are_learned():
-    """From chance, a third of the answers, to over 90% of them; with every normalization."""
+    """From chance, a third of the answers, to over 90% of them, with every normalization."""
     config = from_mapping(configs.for_model(configs.published("cloze"), "bn-e**"))
     torch.manual_seed(1)
     task = build(config, 1, CPU)
@@ -209,7 +209,7 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     arguments = ["train", "cnn", "--variant", "bn-e**", "--config", "cnn-full", "--device", "cpu"]
     result = call(*arguments, *settings, "--data-dir", root, "--out", out)
     assert result.exit_code == 0, result.output
-    assert "skipped 1 malformed test files: bad.question: it must" in result.stderr
+    assert "skipped 1 malformed test files: bad.question: a question must" in result.stderr
     found = json.loads((out / "result.json").read_text())
     assert found["metric"] == "error rate"
     assert found["task"] == "cnn"
@@ -231,12 +231,12 @@ def test_both_test_sets_are_measured(tmp_path):
     result = call(*arguments, *settings, "--data-dir", root, "--out", out)
     assert result.exit_code == 0, result.output
     found = json.loads((out / "result.json").read_text())
-    shutil.rmtree(folder / "questions")  # the cache is enough to train and to measure
+    shutil.rmtree(folder / "questions")  # the cache suffices to train and evaluate
     for split, name, count in (("test", "test", 20), ("test-cnn", "test_cnn", 30)):
         assert found[name] * count == pytest.approx(round(found[name] * count))
         command = ("evaluate", out, "--split", split, "--device", "cpu", "--data-dir", root)
         result = call(*command)
-        assert f"error rate {100 * found[name]:.2f} % ({split}, population" in result.output
+        assert f"error rate {100 * found[name]:.2f} % ({split})" in result.output
     result = call("data", "questions", "dailymail-built", "--min-count", 5, "--data-dir", root)
     assert "test-cnn         30" in result.output
 
@@ -309,7 +309,7 @@ def run(tmp_path_factory):
 
 
 def test_asking_a_run_that_is_not_finished(run, tmp_path):
-    """Its model gets statistics of its own, as the finished one has."""
+    """Its model gets its own statistics, like a finished one."""
     shutil.copytree(run, tmp_path / "going")
     (tmp_path / "going" / "final.safetensors").unlink()
     (tmp_path / "a.txt").write_text("Ann won the cup .")
@@ -330,7 +330,7 @@ def test_asking(run, tmp_path):
     assert sum(answer.attention) == pytest.approx(1, abs=1e-5)
     assert answer.right == question.entities[question.answer]
     assert [c for _, c in answer.candidates] == sorted((c for _, c in answer.candidates))[::-1]
-    # The same in words, names and all.
+    # The same in words, with names.
     text = tmp_path / "a.txt"
     words = " ".join(question.document)
     for symbol, name in question.entities.items():
@@ -410,7 +410,7 @@ def test_another_question_about_a_question_file(run, tmp_path):
     for asked in ("who won ?", "", "@placeholder met @placeholder"):
         result = call("ask", run, "--document", file, "--question", asked)
         assert result.exit_code == 2, result.output
-        assert result.output.startswith("rbn: the question must have one @placeholder, it has ")
+        assert result.output.startswith("rbn: the question must have one @placeholder, got ")
 
 
 def test_the_gap_of_another_question_may_have_a_mark_close_to_it(run, tmp_path):
@@ -508,7 +508,7 @@ def test_build_and_count_on_the_command_line(tmp_path):
     result = call("data", "build-cloze", "--articles", file, *none)
     assert result.exit_code == 1
     assert "line that is not an article (no 'article')" in result.output
-    assert "no question could be made of" in result.output
+    assert "no questions could be built from" in result.output
 
 
 def test_statistics_are_exact_at_the_end():

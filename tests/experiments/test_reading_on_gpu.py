@@ -1,4 +1,4 @@
-"""Reading tasks on a GPU: the same numbers as on the CPU, and no waiting for the device."""
+"""Reading tasks on a GPU: the same results as on the CPU, without waiting for the device."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(variant):
     losses = [t.loss(*t.batch(0)) for t in (here, there)]
     for loss in losses:
         loss.backward()
-    # Products in tf32 have 10 bits, and steps of the recurrence add up.
+    # Products in tf32 have 10 bits, and errors add up over the steps.
     torch.testing.assert_close(losses[1].cpu(), losses[0], rtol=1e-2, atol=1e-2)
     norms = [
         torch.stack([p.grad.norm().cpu() for p in t.model.parameters()]) for t in (here, there)

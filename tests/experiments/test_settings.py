@@ -1,4 +1,4 @@
-"""What a config says reaches data, model, training and test."""
+"""The settings of a config reach data, model, training and test."""
 
 import json
 
@@ -30,7 +30,7 @@ def trained(tmp_path, **settings):
 
 
 def test_the_best_model_is_tested(tmp_path):
-    """Not the last one."""
+    """Tests the best model, not the last one."""
     config, run = trained(tmp_path)
     best = {k: v.clone() for k, v in checkpoint.load(run.best)[0].items() if "stats" not in k}
     with torch.no_grad():
@@ -105,14 +105,14 @@ def test_a_trained_model_is_measured_in_its_precision(tmp_path):
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "sgd"])
 def test_an_optimiser_without_a_rate_has_its_own(name):
-    """Also where a CUDA graph is to hold the step, and the rate is a tensor."""
+    """Also if a CUDA graph captures the step, and the rate is a tensor."""
     config = from_mapping(SMALL | {"optimizer": {"name": name}, "decay_from": 0.5})
     eager, graph = (
         make_optimizer(config, torch.nn.Linear(2, 2), graph).param_groups[0]["lr"]
         for graph in (False, True)
     )
     assert isinstance(graph, torch.Tensor)
-    assert float(graph) == pytest.approx(eager, rel=1e-6)  # to the rounding to float32
+    assert float(graph) == pytest.approx(eager, rel=1e-6)  # up to rounding to float32
 
 
 def numbers(*sizes):
@@ -132,7 +132,7 @@ def test_few_validation_windows_but_all_of_the_test():
 
 
 def test_an_evaluation_leaves_the_running_statistics():
-    """It estimates others from 50 minibatches of training data."""
+    """Estimates new statistics from 50 minibatches of training data."""
     task = NextSymbol(LanguageModel(rbn.BatchNormLSTM(4, 6)), numbers(6000, 100, 100), 10, 8, 3)
     task.loss(*task.batch(0))
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
@@ -177,7 +177,7 @@ def test_the_result_of_another_best_step_is_not_the_runs(tmp_path):
 
 def test_a_run_that_diverged_is_tested(tmp_path):
     class Spoilt:
-        """Makes the loss of step 2 no number."""
+        """Makes the loss of step 2 NaN."""
 
         def add(self, trainer, task):
             batch, loss = task.batch, task.loss

@@ -1,4 +1,4 @@
-"""How tasks measure: which batches and which randomness are behind population statistics."""
+"""Evaluation of tasks: batches and randomness behind population statistics."""
 
 import torch
 
@@ -21,7 +21,7 @@ def make_task(*settings):
 
 
 def test_an_evaluation_estimates_with_batches_of_the_final_size():
-    """All 200 windows are within the estimate, so that it is the final one, to the last bit."""
+    """The estimate covers all 200 windows, so it equals the final one bit for bit."""
     task, config = make_task()
     found = task.evaluate()["valid_population"]
     task.estimate_population(config.population_batch)
@@ -44,7 +44,7 @@ def test_statistics_are_those_of_the_evaluated_model():
 
 
 def test_images_that_start_alike_are_estimated_with_the_masks_of_zoneout():
-    """Without masks nothing varies before the first pixel that differs."""
+    """Without masks, nothing varies before the first pixel that differs."""
     images = torch.zeros(6, 200, 1)
     images[3:] = torch.rand(3, 200, 1)
     part = data.Split(images, torch.randint(10, (200,)))

@@ -1,4 +1,4 @@
-"""Tasks and runs: what is measured, two steps of each, and the result that is written."""
+"""Tasks and runs: measurements, two steps of each, and the result that is written."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def test_both_kinds_of_statistics_and_none(language, text):
 
 
 class LogitsAlone(LanguageModel):
-    """A model of one's own, which knows nothing of a loss."""
+    """A custom model that does not compute a loss itself."""
 
     def forward(self, input, states=None, start=0):
         return super().forward(input, states, start)
@@ -114,7 +114,7 @@ def test_accuracy():
 
 
 def test_the_cross_entropy_beside_the_accuracy():
-    """25 sequences are cut into 9, 8 and 8, each normalized by its own statistics."""
+    """25 sequences are split into 9, 8 and 8, each normalized with its own statistics."""
     torch.manual_seed(0)
     split = Split(torch.randn(3, 25, 1), torch.randint(10, (25,)))
     model = SequenceClassifier(rbn.BatchNormLSTM(1, 4), 10)
@@ -128,7 +128,7 @@ def test_the_cross_entropy_beside_the_accuracy():
         population = F.cross_entropy(model.eval()(split.inputs), split.labels)
         with rbn.batch_statistics(model):
             batch = sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in cuts) / 25
-    # The same float32 outputs, but other sums of them: a few times 6e-8.
+    # The same float32 outputs, summed differently: a few times 6e-8.
     assert found["valid_batch_nats"] == pytest.approx(float(batch), rel=1e-6)
     assert found["valid_population_nats"] == pytest.approx(float(population), rel=1e-6)
     assert found["valid_batch_nats"] != found["valid_population_nats"]
@@ -142,7 +142,7 @@ def test_one_pass_gives_accuracy_and_cross_entropy():
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
     found = task.evaluate()
-    assert len(passes) == 3  # 25 sequences, at most 10 at once
+    assert len(passes) == 3  # 25 sequences, at most 10 per batch
     assert found["valid_batch_nats"] == found["valid_population_nats"]
 
 
@@ -193,7 +193,7 @@ def test_a_run_that_went_on_alone_still_shared_the_device(tmp_path):
     short, long = from_mapping(small | {"epochs": 1}), from_mapping(small | {"epochs": 2})
     wanted = [(tmp_path / "short", short, 1), (tmp_path / "long", long, 1)]
     both = TrainingSession(wanted, CPU, tmp_path)
-    both.train(max_minutes=1e-9)  # one step of each
+    both.train(max_minutes=1e-9)  # one step each
     assert [trainer.progress.finished for trainer in both.trainers] == [False, False]
     for folder, config, seed in wanted:
         alone = TrainingSession([(folder, config, seed)], CPU, tmp_path)
@@ -211,10 +211,10 @@ def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
     shown = io.StringIO()
     with ProgressBars(Console(file=shown, width=80, force_terminal=True)) as watch:
         fit.train(observer=watch)
-    erased = "\x1b[2K"  # before all is shown again
+    erased = "\x1b[2K"  # erases everything before showing it again
     text = Styled.from_ansi(shown.getvalue().rpartition(erased)[2]).plain
     assert max(map(len, text.splitlines())) <= 80
-    assert "\u2026" not in text  # nothing was cut off
+    assert "\u2026" not in text  # nothing was truncated
     parts = ("step 12/12", " steps/s,", " images/s", "0:00:00 left", "train loss 2.", "validation")
     for part in (*parts, "bn-lstm-seed1"):
         assert text.count(part) == (1 if part == "bn-lstm-seed1" else len(seeds)), part

@@ -1,4 +1,4 @@
-"""Faults, injected: how much of each kind the tests try."""
+"""Injected faults: how many of each kind the tests try."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Thousands of faults and hundreds of kills, as docs/results/what-it-survives.md counts them, take
+# Thousands of faults and hundreds of kills, as counted in docs/results/what-it-survives.md, take
 # hours.
 THOROUGH = os.environ.get("RBN_FAULTS") == "all"
 
@@ -22,7 +22,7 @@ def tries():
 
 @pytest.fixture(scope="session")
 def count_outcomes():
-    """Print what came of the faults, for the page; shown by ``pytest -s``."""
+    """Print the outcomes of the faults, for the page; shown by ``pytest -s``."""
 
     def show(what, outcomes):
         print(f"\n{what}: " + ", ".join(f"{n} {how}" for how, n in sorted(outcomes.items())))
@@ -32,9 +32,9 @@ def count_outcomes():
 
 @pytest.fixture
 def kill_at_changes(tmp_path, count_outcomes):
-    """Run a script that kills its forks at their changes to files; every kill must be survived.
+    """Run a script that kills its forks at their changes to files. Every kill must be survived.
 
-    All changes count, by Python, SQLite or safetensors: all go through the C library.
+    All changes count, by Python, SQLite or safetensors, because all go through the C library.
     """
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if sys.platform != "linux":

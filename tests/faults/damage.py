@@ -4,12 +4,12 @@ import re
 
 
 def faults(content, random, count):
-    """Copies of a file's bytes with one fault each, and what the fault is.
+    """Copies of a file's bytes with one fault each, and a description of the fault.
 
     Args:
         content: bytes of the file.
         random: a `random.Random`.
-        count: faults of each kind.
+        count: number of faults of each kind.
     """
 
     def replaced(place, byte):

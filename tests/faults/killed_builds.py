@@ -25,7 +25,7 @@ def main(library, place, count, torn):
     run._CHUNK = 5
 
     def killed(out, at):
-        """The exit code of a build in a fork, killed at a change."""
+        """Run a build in a fork that is killed at a change. Returns its exit code."""
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:

@@ -5,7 +5,7 @@ for the sweeps, how many kills (0: one at every change, in order), whether a kil
 middle of a write, and optionally the first change to kill at. Prints the number of changes, then a
 line for each kill.
 
-The sampler is random and there is no pruner: what TPE and pruners decide depends on the order in
+The sampler is random and there is no pruner: decisions of TPE and pruners depend on the order in
 which trials end, which a kill changes.
 """
 
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def result(folder):
-    """What a sweep came to, without times."""
+    """The outcome of a sweep, without times."""
     now = sweep_status(load_study("mine", str(folder / "sweep.db")))
     trials = []
     for row in now.rows:
@@ -66,7 +66,7 @@ def main(library, place, count, torn, first=0):
     log = os.open(str(Path(place) / "errors.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def run(folder, at=None):
-        """Work on a sweep in a fork; returns its exit code and what it wrote to a pipe."""
+        """Work on a sweep in a fork. Returns its exit code and its output to a pipe."""
         reader, writer = os.pipe()
         sys.stdout.flush()
         pid = os.fork()
@@ -75,7 +75,7 @@ def main(library, place, count, torn, first=0):
             try:
                 os.dup2(log, 2)
                 if at is not None:
-                    heartbeat._TICK = 1000.0  # no beats, so that every sweep makes the same changes
+                    heartbeat._TICK = 1000.0  # no heartbeats: all sweeps make the same changes
                     killer.arm(str(folder).encode(), at, torn)
                 worker = Worker(
                     Job(sweep, str(folder / "sweep.db"), folder, CPU), lambda line: None

@@ -1,4 +1,4 @@
-"""``rbn data build-cloze``: killed, interrupted, or one of its processes killed, at any moment."""
+"""``rbn data build-cloze``: killed or interrupted at any moment, or with one process killed."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def content(folder):
     "moment", ["within a write", pytest.param("before a change", marks=thorough)]
 )
 def test_a_kill_at_every_file_operation(moment, articles, tries, kill_at_changes):
-    """The next build resumes it, and gives the files of one that nobody disturbed."""
+    """The next build resumes it, and writes the same files as an undisturbed build."""
     torn = moment == "within a write"
     kill_at_changes("killed_builds.py", f"build-cloze {moment}", tries(30, 0), torn)
 
@@ -100,7 +100,7 @@ def fails(job):
 @pytest.mark.slow
 def test_helpers_give_results_in_order_and_say_how_they_were_lost():
     with ProcessPool(2) as pool:
-        # Jobs larger than a pipe holds.
+        # Jobs larger than a pipe's buffer.
         jobs = [bytes([k % 256]) * 100_000 for k in range(20)]
         assert list(pool.map(identity, jobs)) == jobs
         with pytest.raises(ValueError, match="bad 3"):
@@ -112,7 +112,7 @@ def test_helpers_give_results_in_order_and_say_how_they_were_lost():
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find processes")
 def test_signals_at_random_moments(articles, tmp_path, tries, count_outcomes):
-    """To the command, to its group as a terminal sends it, and SIGKILL to one of its helpers."""
+    """To the command, to its group like from a terminal, and SIGKILL to one of its helpers."""
     build(articles, tmp_path / "whole", processes=1)
     expected, outcomes = content(tmp_path / "whole"), Counter()
     draw = random.Random(os.environ["RBN_TEST_SEED"])

@@ -72,7 +72,7 @@ USES = {"resume": resumed, "status": displayed}
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory):
-    """Folders of sweeps by kind of storage and state; made when they are asked for."""
+    """Folders of sweeps by kind of storage and state, created on demand."""
     need_optuna()
     made = {}
 
@@ -85,7 +85,7 @@ def sweeps(tmp_path_factory):
             assert resumed(folder, KINDS[kind])[0] == 0
             return folder
         write_sweep(folder)
-        # Out of time in the second trial, after a step and a look.
+        # Out of time in the second trial, after a step and an evaluation.
         job = Job(
             sweep_file.read(str(folder / "mine.yaml")),
             str(folder / "runs" / KINDS[kind]),
@@ -103,7 +103,7 @@ def sweeps(tmp_path_factory):
 
 
 def outcome(use, folder, name, path, expected):
-    """``named``, ``no effect``, or what is wrong."""
+    """``named``, ``no effect``, or a description of the mistake."""
     code, shown, found = USES[use](folder, name)
     if "Traceback" in shown:
         return f"traceback: {shown}"
@@ -136,7 +136,7 @@ def test_damage_in_any_file_of_a_sweep(
         code, shown, expected[use] = USES[use](tmp_path / use / "sweep", name)
         assert code == 0, shown
     runs = [path for path in sorted((source / "runs").rglob("*")) if path.is_file()]
-    # The files of runs have tests of their own; here those of the run that was stopped count most.
+    # Files of runs have tests of their own; here those of the stopped run matter most.
     others = [path for path in runs if path.name != name and "trial-0001" in path.parts]
     for path in [source / "runs" / name, *tries([], others)]:
         for what, content in faults(
@@ -144,7 +144,7 @@ def test_damage_in_any_file_of_a_sweep(
         ):
             for use in USES:
                 if use == "status" and path.suffix == ".log" and what.startswith("truncated"):
-                    continue  # a journal that ends earlier is the sweep's state at that time
+                    continue  # a truncated journal is an earlier state of the sweep
                 folder = tmp_path / "damaged" / "sweep"
                 shutil.copytree(source, folder)
                 (folder / path.relative_to(source)).write_bytes(content)
@@ -162,17 +162,17 @@ def test_what_optuna_would_ignore_in_a_journal(sweeps, tmp_path):
     whole = (sweeps("journal", "finished") / "runs" / KINDS["journal"]).read_bytes()
     path = tmp_path / "sweep.log"
     for old, new in (
-        (rb'("study_id":)0(,"datetime_start")', rb"\g<1>9\2"),  # another study's trial
+        (rb'("study_id":)0(,"datetime_start")', rb"\g<1>9\2"),  # a trial of another study
         (rb'("trial_id":)0(,"state":1)', rb"\g<1>9\2"),  # the state of another trial
         (rb'("directions":)\[2\]', rb"\1[1]"),  # the worst trial would be the best
-        (rb"}\n\Z", b"}?"),  # as if half of the last line had been written
+        (rb"}\n\Z", b"}?"),  # as if half of the last line was written
     ):
         damaged, count = re.subn(old, new, whole, count=1)
         assert count == 1
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"sweep\.log is damaged: "):
             storage.load_study("mine", str(path))
-    # A kill between two writes leaves the same as this damage; the state that is shown says so.
+    # A kill between two writes has the same effect as this damage; the displayed state says so.
     path.write_bytes(re.sub(rb'("trial_id":)1(,"state":1)', rb"\g<1>0\2", whole))
     remarks = [row.remark for row in sweep_status(storage.load_study("mine", str(path))).rows]
     assert [bool(remark) for remark in remarks] == [False, True, False]

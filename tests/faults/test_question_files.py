@@ -37,7 +37,7 @@ def whole(tmp_path_factory):
 
 
 def load(root):
-    """All that is known of the questions, as plain values."""
+    """The content of all questions, as plain values."""
     reading, summary = load_questions("cnn-built", root=root, processes=1)
     parts = {
         name: [passages.example(k) for k in range(len(passages))]
@@ -55,7 +55,7 @@ def outcome(root, path, expected):
 
 
 def inject(source, path, root, expected, count):
-    """Damage a file in copies of a data folder, and count what comes of it."""
+    """Damage a file in copies of a data folder, and count the outcomes."""
     outcomes, failures = Counter(), []
     draw = random.Random(os.environ["RBN_TEST_SEED"])
     for what, content in faults(path.read_bytes(), draw, count):
@@ -78,7 +78,7 @@ def test_damage_in_any_file_of_a_question_set(
     shutil.copytree(whole, root)
     if cache != "cached":
         shutil.rmtree(root / "cnn-built" / "cache")
-    if cache == "half cached":  # as a kill before the shards are merged leaves it
+    if cache == "half cached":  # as after a kill before the shards are merged
         monkeypatch.setattr(preprocess, "SHARD", 5)
 
         def killed(*_):

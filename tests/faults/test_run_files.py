@@ -32,7 +32,7 @@ SMALL = {
 
 
 def train(folder, steps=None):
-    """Train a run from where it is to its end, or until it has made some steps."""
+    """Train a run from its current state to its end, or for some steps."""
     fit = TrainingSession([(folder, from_mapping(SMALL), 1)], CPU, loaded=LOADED)
 
     class Stop:
@@ -65,7 +65,7 @@ def finished(stopped, tmp_path_factory):
 
 
 def numbers(folder):
-    """What a run came to, without times."""
+    """The outcome of a run, without times."""
     result = json.loads((folder / "result.json").read_text())
     for name in ("seconds", "metrics_sha256", "sha256", "commit", "date"):
         result.pop(name)
@@ -142,7 +142,7 @@ def test_a_missing_file_is_named_or_made_again(finished, tmp_path):
         folder = tmp_path / path.name / "run"
         shutil.copytree(finished, folder)
         (folder / path.name).unlink()
-        if path.name == "config.json":  # as an rm -r in the middle of training leaves it
+        if path.name == "config.json":  # as after an rm -r in the middle of training
             with pytest.raises(FileExistsError, match=r"of a run, but no config.json"):
                 train(folder)
             other = from_mapping(SMALL | {"optimizer": {"name": "adam", "lr": 0.5}})

@@ -16,12 +16,12 @@ PROGRAM = "import rbn_script; print('ready', flush=True); rbn_script.main()"
 
 
 def test_signals_during_the_imports(tmp_path, tries, count_outcomes):
-    """One line and the exit code of the signal, or the end of a command that was faster."""
+    """Prints one line and exits with the signal's code, or finished before the signal."""
     draw = random.Random(os.environ["RBN_TEST_SEED"])
     outcomes = Counter()
     for attempt in range(tries(2, 100)):
         process = subprocess.Popen(
-            # It takes seconds to import everything, and then says at once that there is no run.
+            # Importing everything takes seconds; then it reports at once that there is no run.
             [sys.executable, "-c", PROGRAM, "runs", "nothing"],
             cwd=tmp_path,
             stdout=subprocess.PIPE,

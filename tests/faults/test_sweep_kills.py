@@ -1,4 +1,4 @@
-"""A sweep, killed at every change that it makes to a file, resumes to the same numbers."""
+"""A sweep that is killed at any of its changes to files resumes to the same results."""
 
 import os
 

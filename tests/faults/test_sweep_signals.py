@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 # Short trials, so that a signal comes at the end of one as often as within it; far more of them
-# than can be trained before a test gives up.
+# than can be trained before a test times out.
 SWEEP = """
 config: digits
 set: {hidden_size: 2, epochs: 1, evaluate_every: 3, batch_size: 300, population_batch: 600}
@@ -44,7 +44,7 @@ LONGEST = 60  # seconds from a signal to the end of the command on a busy machin
 
 
 def children(pid):
-    """The processes that a process started and that have not ended."""
+    """The processes that a process started and that are still running."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -69,7 +69,7 @@ def wait_for(condition, seconds):
 
 
 class Sweep:
-    """A sweep with two workers, in a session of its own as in a terminal."""
+    """A sweep with two workers, in its own session like in a terminal."""
 
     def __init__(self, folder, warm=None):
         folder.mkdir()
@@ -102,7 +102,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def sweeping(folder, warm=None):
-    """A sweep at work, and a list for the processes that it started."""
+    """A running sweep, and a list for the processes that it started."""
     command, started = Sweep(folder, warm), []
     try:
         yield command, started
@@ -127,7 +127,7 @@ def study(folder):
 
 
 def interrupt(folder, number, wait, moment, to_group, warm=None):
-    """Start a sweep, send it a signal, and return what came of it and what it said."""
+    """Start a sweep, send it a signal, and return the outcome and its output."""
     with sweeping(folder, warm) as (command, started):
         if wait:
             assert wait_for(lambda: at_work(folder) or not is_alive(command.pid), 240)
@@ -152,7 +152,7 @@ def interrupt(folder, number, wait, moment, to_group, warm=None):
 
 @pytest.mark.parametrize("way", ["warm", pytest.param("from scratch", marks=thorough)])
 def test_interrupts_at_random_moments(way, request, tmp_path, tries, count_outcomes):
-    """Warm, they come while trials start, train and end; from scratch, also during start-up."""
+    """Warm, signals come while trials start, train and end; from scratch, also during start-up."""
     moments = random.Random(os.environ["RBN_TEST_SEED"])
     outcomes, failures = Counter(), []
     warm = request.getfixturevalue("warm_process") if way == "warm" else None

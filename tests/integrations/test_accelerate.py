@@ -9,7 +9,7 @@ import rbn
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 beside float64, through six steps
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 against float64, through six steps
 DATA = torch.Generator().manual_seed(5)
 X = torch.randn(44, 6, 3, generator=DATA)
 N = torch.randint(2, 7, (44,), generator=DATA)
@@ -32,7 +32,7 @@ def loader():
 
 
 def fitted(**options):
-    """A plain loop; returns what `prepare` gave, too."""
+    """A plain training loop; also returns what `prepare` returned."""
     torch.manual_seed(1)
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True, **options)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rbn
 
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 beside float64, through six steps
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 against float64, through six steps
 DATA = torch.Generator().manual_seed(5)
 X = torch.randn(44, 6, 3, generator=DATA)
 Y = (X[:, 0, 0] > 0).long()
@@ -36,7 +36,7 @@ def statistics(model):
 
 
 def exact(model, batches=BATCHES):
-    """In float64, at the weights that the model has."""
+    """In float64, at the model's current weights."""
     wide = Classifier().double()
     wide.load_state_dict(model.state_dict())
     rbn.update_population_stats(wide, [x.double() for x, _ in batches])
@@ -52,7 +52,7 @@ def check_exact(model, batches=BATCHES):
 
 
 def check_own(model, batches=BATCHES):
-    """The input term's means, over all rows, are those of the model's own weights."""
+    """The input term's means over all rows match the model's own weights."""
     weight = model.layer.weight_ih_l0.detach().double()
     statistics = model.layer.stats_x_l0
     shortest = min(x.shape[1] for x, _ in batches)
@@ -110,7 +110,7 @@ def test_update_bn_and_exact_statistics(options):
 
 
 def swap(model, average):
-    """As Lightning does, through `data`, which no version counter sees."""
+    """Through `data`, like Lightning, which version counters do not notice."""
     pairs = zip(model.state_dict().values(), average.state_dict().values(), strict=True)
     for one, other in pairs:
         kept = one.clone()
@@ -154,7 +154,7 @@ from rbn.integrations.lightning import ExactStatistics  # noqa: E402
 for_lightning = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*population statistics"),  # at the sanity check
+    pytest.mark.filterwarnings("ignore:.*population statistics"),  # from the sanity check
 ]
 
 

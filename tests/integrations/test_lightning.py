@@ -1,4 +1,4 @@
-"""PyTorch Lightning's Trainer, as it is and with the callback for exact statistics."""
+"""PyTorch Lightning's Trainer, without and with the callback for exact statistics."""
 
 import copy
 import random
@@ -27,7 +27,7 @@ pytestmark = [
 DATA = torch.Generator().manual_seed(5)
 X = torch.randn(44, 6, 3, generator=DATA)
 Y = (X[:, 0, 0] > 0).long()
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 beside float64, through six steps
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 against float64, through six steps
 
 
 class Classifier(L.LightningModule):
@@ -93,10 +93,10 @@ def check_exact(state, batches):
             torch.testing.assert_close(state[name].double(), value, **TOLERANCE)
 
 
-@pytest.mark.filterwarnings("ignore:.*population statistics")  # at the sanity check
+@pytest.mark.filterwarnings("ignore:.*population statistics")  # from the sanity check
 @pytest.mark.parametrize("callback", [False, True])
 def test_every_way_to_evaluate_gives_the_same(callback, tmp_path):
-    """Fit with the sanity check, validate, test, a checkpoint, and a model loaded from it."""
+    """Fit with the sanity check, validate, test, save a checkpoint, and load a model from it."""
     callbacks = [ExactStatistics()] if callback else []
     model, used = fitted(tmp_path, callbacks=callbacks)
     expected = used.callback_metrics["loss"].item()
@@ -273,7 +273,7 @@ def test_frozen_layers_keep_their_statistics(tmp_path):
 
 
 class Recorder(L.Callback):
-    """Writes the batches and the statistics of each process into files."""
+    """Writes each process's batches and statistics to files."""
 
     def __init__(self, folder):
         self.folder, self.batches = folder, []
@@ -335,7 +335,7 @@ def with_lengths(model, batch):
 
 @pytest.mark.filterwarnings("ignore:.*population statistics")
 def test_integers_that_may_be_lengths_are_refused(tmp_path):
-    """Taken for targets, the padding would enter the statistics of a model trained with lengths."""
+    """If taken for targets, padding would enter the statistics of a model trained with lengths."""
     data = DataLoader(TensorDataset(X, torch.arange(44) % 6 + 1), batch_size=8)
     given = [(X[:8], torch.arange(8) % 6 + 1)]
     for callback in (ExactStatistics(), ExactStatistics(batches=given)):

@@ -45,7 +45,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
-@pytest.mark.filterwarnings("ignore:.*population statistics")  # at the sanity check
+@pytest.mark.filterwarnings("ignore:.*population statistics")  # from the sanity check
 def test_lightning(run):
     names = run("lightning")
     assert names["result"][0]["accuracy"] > 0.6

@@ -1,4 +1,4 @@
-"""skorch: fit and predict as scikit-learn does, with its validation split and its checkpoints."""
+"""skorch: fit and predict like scikit-learn, with its validation split and checkpoints."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_fit_predict_and_saved_parameters(tmp_path):
     expected = net.predict_proba(X)
     assert np.isfinite(expected).all()
     assert np.array_equal(net.predict_proba(X), expected)
-    np.testing.assert_allclose(net.predict_proba(X[:1]), expected[:1], rtol=1e-5)  # not the batch's
+    np.testing.assert_allclose(net.predict_proba(X[:1]), expected[:1], rtol=1e-5)  # a batch of one
     net.save_params(f_params=tmp_path / "params.pt", f_optimizer=tmp_path / "optimizer.pt")
     net.save_params(f_params=tmp_path / "params.safetensors", use_safetensors=True)
     for name, options in (("params.pt", {}), ("params.safetensors", {"use_safetensors": True})):
@@ -98,7 +98,7 @@ def test_exact_statistics_of_the_training_set():
     for name, value in model.layer.state_dict().items():
         if name.endswith(("mean", "var")):
             found = net.module_.layer.state_dict()[name].double()
-            # float32 beside float64, through six steps.
+            # float32 against float64, through six steps.
             torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
 
 

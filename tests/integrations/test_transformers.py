@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from rbn.integrations.transformers import ExactStatistics, GrowingStatistics  # noqa: E402
 
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 beside float64, through seven steps
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 against float64, through seven steps
 
 DATA = torch.Generator().manual_seed(5)
 X = torch.randn(44, 7, 3, generator=DATA)
@@ -33,7 +33,7 @@ class Config(transformers.PretrainedConfig):
 
 
 class Fixed(transformers.PreTrainedModel):
-    """Without anything of rbn's in the class; statistics have a fixed length on request."""
+    """A class without anything from rbn; statistics have a fixed length on request."""
 
     config_class = Config
     main_input_name = "x"
@@ -97,7 +97,7 @@ def test_a_model_that_is_saved_and_loaded_gives_the_same(model_class, options, t
     assert torch.equal(logits(new), logits(model))
     assert new.layer.stats_h_l0.count.tolist() == model.layer.stats_h_l0.count.tolist()
     new.train()
-    assert new(torch.randn(4, 12, 3))["logits"].isfinite().all()  # longer than before
+    assert new(torch.randn(4, 12, 3))["logits"].isfinite().all()  # longer sequences than before
 
 
 def test_what_happens_without_either(tmp_path):
@@ -192,7 +192,7 @@ def check_exact(state, batches):
 
 @pytest.mark.parametrize("callback", [False, True])
 def test_every_way_to_evaluate_gives_the_same(callback, tmp_path):
-    """Within training, afterwards, and with a model loaded from the checkpoint."""
+    """During training, afterwards, and with a model loaded from the checkpoint."""
     callbacks = [ExactStatistics()] if callback else []
     trainer = fitted(tmp_path, callbacks)
     expected = losses(trainer, "eval_loss")
@@ -227,7 +227,7 @@ def test_statistics_are_exact_when_they_are_used(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
     trainer = fitted(tmp_path, [ExactStatistics(forward=run)], save_strategy="no", **options)
     assert len(rounds) == 3
-    states = trainer.model.evaluated[::2]  # the evaluation has two batches
+    states = trainer.model.evaluated[::2]  # each evaluation has two batches
     assert len(states) == 3
     for state, batches in zip(states, rounds, strict=True):
         assert sum(len(batch["x"]) for batch in batches) == 44
@@ -286,6 +286,6 @@ def test_bfloat16(tmp_path):
 
 
 def test_integers_that_may_be_lengths_are_refused(tmp_path):
-    """Taken for targets, the padding would enter the statistics of a model trained with lengths."""
+    """If taken for targets, padding would enter the statistics of a model trained with lengths."""
     with pytest.raises(TypeError, match="lengths"):
         fitted(tmp_path, [ExactStatistics(batches=[(X, N)])])

@@ -104,7 +104,7 @@ AUTHORS = {"bilinear": True, "document_skip": True, "initialization": "code"}
 
 
 def bn(x, gamma, eps=1e-5):
-    """Batch normalization over all but the last dimension, of padded rows too if there are any."""
+    """Batch normalization over all but the last dimension, including any padded rows."""
     rows = x.reshape(-1, x.shape[-1])
     mean = rows.mean(0)
     variance = rows.square().mean(0) - mean.square()
@@ -115,7 +115,7 @@ def bn(x, gamma, eps=1e-5):
 @pytest.mark.parametrize("variant", ["lstm", "bi-lstm", "bn-everywhere", "bn-e**"])
 @pytest.mark.parametrize("lengths", [None, [9, 3, 1, 5]])
 def test_attention_and_output_by_hand(variant, options, lengths):
-    """Each question by itself, in loops over positions, from the encoders' states."""
+    """Each question separately, in loops over positions, from the encoders' states."""
     model = make(variant, **options)
     everywhere = VARIANTS[variant].everywhere
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_the_start_of_the_authors_code(variant):
     assert all(torch.equal(block, blocks[0]) for block in blocks)
     gram = blocks[0] @ blocks[0].T
     torch.testing.assert_close(gram, 0.05**2 * torch.eye(5, dtype=torch.float64), **CLOSE)
-    # The other parts start as they do otherwise, and all but the cells learn.
+    # The other parts have the usual initialization, and everything except the cells is trained.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     logits, _ = model(*texts(), [9, 3, 1, 5], [5, 1, 2, 3])
     torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3])).backward()
@@ -224,7 +224,7 @@ def test_the_second_direction_reads_the_unpadded_part_backwards():
     turned = reverse(model.embedding(document), lengths)
     expected, _ = backward(turned, lengths=lengths)
     torch.testing.assert_close(states[:, :, 5:], reverse(expected, lengths), **CLOSE)
-    # The last state of the backward question reader has seen the first word last.
+    # The backward question encoder's last state has seen the first word last.
     _, (final, _) = model.question(model.embedding(question), lengths=torch.tensor([5, 1, 2, 3]))
     assert final.shape == (2, 4, 5)
 
@@ -243,7 +243,7 @@ def test_the_attention_has_population_statistics(variant):
         assert torch.equal(value, model.state_dict()[name])
     stats = model.attention.match.norm_a.stats
     assert stats.count.tolist() == [3]
-    # The plain average of what each batch alone gives.
+    # The plain average of the results of each batch alone.
     means = []
     for batch in batches:
         single = make(variant)

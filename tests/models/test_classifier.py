@@ -28,7 +28,7 @@ def test_logits_come_from_the_last_layers_final_state(layer: type, bidirectional
     logits = model(x)
     assert logits.shape == (6, 4)
     output, _ = recurrent(x)
-    # Forwards the last step is the final one, backwards the first.
+    # The final step is the last one forward, the first one backward.
     final = output[-1]
     if bidirectional:
         final = torch.cat([output[-1, :, :5], output[0, :, 5:]], dim=-1)

@@ -1,4 +1,4 @@
-"""The language model: a text in pieces is the text as a whole."""
+"""The language model: a text in pieces gives the same results as in one piece."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_dropout_between_layer_and_softmax():
     symbols = torch.zeros(3, 2, dtype=torch.int64)
     one, other = model(symbols), model(symbols)
     assert not torch.equal(one[0], other[0])
-    assert torch.equal(one[1][0], other[1][0])  # the states are as they were
+    assert torch.equal(one[1][0], other[1][0])  # the states do not change
     model.eval()
     assert torch.equal(model(symbols)[0], model.softmax(model.recurrent(symbols)[0]))
 
@@ -75,7 +75,7 @@ def results_of(call, model, *args, backward=torch.Tensor.backward):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_loss_is_that_of_the_logits(precision, reduction):
-    """Bit for bit, as Fabric wraps the model for training."""
+    """Bit for bit, like Fabric wraps the model for training."""
     model = LanguageModel(rbn.BatchNormLSTM(7, 5, zoneout=(0.2, 0.2)), dropout=0.5)
     given = torch.randint(7, (20, 3)), torch.randint(7, (20, 3)), reduction
     lightning = pytest.importorskip("lightning.fabric")

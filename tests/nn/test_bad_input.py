@@ -1,4 +1,4 @@
-"""Every bad argument: one clear sentence, before any work."""
+"""Every bad argument raises one clear error, before any work."""
 
 import threading
 

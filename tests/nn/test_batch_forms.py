@@ -53,7 +53,7 @@ def statistics_of(model, batch, **options):
 
 
 def expected(model, lengths):
-    """Of the same weights, by a call that names its arguments."""
+    """The result at the same weights, from a call with named arguments."""
     other = copy.deepcopy(model)
     return statistics_of(other, None, forward=lambda m, _: m.layer(X, lengths=lengths))
 
@@ -91,7 +91,7 @@ def test_forms_with_lengths(batch, device):
 
 
 def test_lengths_change_the_statistics():
-    """Otherwise the tests above could not fail."""
+    """Without this, the tests above could not fail."""
     model = Model()
     with_lengths, without = expected(model, N), expected(model, None)
     assert not torch.allclose(with_lengths["stats_h_l0.mean"], without["stats_h_l0.mean"])
@@ -164,7 +164,7 @@ def test_errors_name_what_they_got(model, batch, names):
 
 
 class Recorded:
-    """Stands for a tensor; remembers where it was moved."""
+    """Stands in for a tensor; remembers where it was moved."""
 
     def __init__(self):
         self.device = None
@@ -205,7 +205,7 @@ class Required(torch.nn.Module):
 
 
 def test_integers_that_may_be_lengths_are_refused():
-    """Taken for targets, the padding would enter the statistics of a model trained with lengths."""
+    """If taken for targets, padding would enter the statistics of a model trained with lengths."""
     layer, x, lengths = rbn.BatchNormLSTM(3, 4), torch.randn(5, 6, 3), [5, 4, 3, 5, 2, 1]
     layer(x)
     rbn.update_population_stats(layer, [(x, torch.tensor(lengths))])  # never trained with lengths

@@ -1,4 +1,4 @@
-"""Cells: a loop over them is the layer."""
+"""Cells: a loop over them matches the layer."""
 
 import copy
 import pickle
@@ -110,7 +110,7 @@ def test_single_steps_do_not_warn(cell_class):
     """Warnings are errors in these tests."""
     x = torch.randn(5, 6, 3)
     shared, one, cell = (cell_class(3, 4, **o) for o in SINGLE)
-    for each in (shared, one):  # all steps share statistics on purpose
+    for each in (shared, one):  # all steps share statistics by design
         hx = None
         for t in range(5):
             hx = each(x[t], hx)

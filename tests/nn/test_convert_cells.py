@@ -1,4 +1,4 @@
-"""A layer's cells, and the layer of cells."""
+"""Conversion of a layer to cells and back."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def trained(layer_class, **options):
 
 
 def loop(cell, x):
-    """All steps of one layer and direction."""
+    """Run all steps of one layer and direction."""
     hx, outputs = None, []
     for t, x_t in enumerate(x):
         hx = cell(x_t, hx, t)
@@ -51,7 +51,7 @@ def test_a_loop_over_the_cells_is_the_layer(layer_class, options):
     assert len(cells) == layer.num_layers * layer.directions
     assert not any(cell.training for cell in cells)
     tolerance = 1e-11 if layer.weight_ih_l0.dtype == torch.float64 else 1e-5
-    for steps in (1, 6, 10):  # fewer, as many and more than there are statistics of
+    for steps in (1, 6, 10):  # fewer, as many and more than there are statistics for
         x = y = torch.randn(steps, 2, 3, dtype=layer.weight_ih_l0.dtype)
         for k in range(0, len(cells), layer.directions):
             outputs = [loop(cells[k], y)]

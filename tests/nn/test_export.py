@@ -1,4 +1,4 @@
-"""Layers that `torch.export` has made a program of: for batches and sequences of any size."""
+"""Layers exported with `torch.export`, for any batch size and sequence length."""
 
 import io
 
@@ -35,12 +35,12 @@ DEVICES = [
 
 @pytest.fixture(autouse=True)
 def _exact_products(monkeypatch):
-    """Products of float32 on a GPU are not in tf32, so that only the order of sums differs."""
+    """float32 products on a GPU do not use tf32, so that only the order of sums differs."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def trained(make, device, **options):
-    """A layer with statistics of 20 steps, to be evaluated."""
+    """A layer with statistics for 20 steps, in eval()."""
     torch.manual_seed(0)
     layer = make(3, 6, **options).to(device)
     for _ in range(2):
@@ -53,14 +53,14 @@ def random_input(layer, steps, rows):
     return torch.randn(*size, 3, device=next(layer.parameters()).device)
 
 
-# By `load` of some versions of PyTorch, about its own reading of the file.
+# Raised by `load` of some PyTorch versions, about how it reads the file.
 @pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_one_program_for_all_sizes(make, options, device):
-    """Of fewer steps than there are statistics for, of as many and of more; read from a file."""
+    """With fewer steps than there are statistics for, as many, and more; read from a file."""
     layer = trained(make, device, **options)
     program = export(layer, (random_input(layer, 10, 4),), dynamic_shapes=(ANY,))
     file = io.BytesIO()
@@ -109,7 +109,7 @@ INTEGERS = pytest.mark.skipif(
 @pytest.mark.parametrize("example", [0, 1, 4, 9])
 @pytest.mark.parametrize("make", CELLS)
 def test_a_cell_for_every_step(make, example):
-    """With statistics of five steps, the first, the last and those beyond."""
+    """With statistics for five steps: the first, the last and later ones."""
     torch.manual_seed(0)
     cell = make(3, 6)
     for step in range(5):
@@ -150,7 +150,7 @@ def test_a_piece_from_every_start(options):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("make", LAYERS)
 def test_without_operators_of_our_own(make):
-    """For a fixed number of steps, and for what knows no more than PyTorch's operators."""
+    """For a fixed number of steps, and for backends that only support PyTorch's operators."""
     layer = trained(make, "cpu")
     x = random_input(layer, 5, 4)
     with rbn.backend("reference"):
@@ -166,7 +166,7 @@ def test_without_operators_of_our_own(make):
 @pytest.mark.no_cover
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_by_the_operators_of_a_gpu(make, options):
-    """On the CPU by Triton's interpreter, if there is no other way."""
+    """On the CPU in Triton's interpreter, if there is no other way."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
     layer = trained(make, "cuda" if torch.cuda.is_available() else "cpu", **options)
     with rbn.backend("gpu"):
@@ -193,7 +193,7 @@ def test_a_language_model(device):
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("make", [*LAYERS, *CELLS])
 def test_torchscript_is_refused(make):
-    """The module itself and a model that has one; nothing is left behind."""
+    """The module itself and a model that contains it; nothing is left behind."""
     module = make(3, 6)
     x = torch.randn(4, 3) if make in CELLS else torch.randn(5, 4, 3)
     for model in (module, torch.nn.Sequential(module)):

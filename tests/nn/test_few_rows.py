@@ -63,7 +63,7 @@ class ByHand:
 
 
 def random_(layer):
-    """Parameters with which every term and gradient counts."""
+    """Parameters for which every term and gradient matters."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -108,7 +108,7 @@ def test_by_hand(layer_class, backend, lengths):
 
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_gradients_do_not_explode_where_few_sequences_are_left(layer_class):
-    """With statistics of two or three sequences, they reach infinity."""
+    """With statistics of two or three sequences, gradients become infinite."""
     for few in (1, 3):
         torch.manual_seed(0)
         layer = layer_class(4, 16)
@@ -131,7 +131,7 @@ def test_every_input_of_the_longest_sequence_counts(layer_class):
 
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_the_statistics_are_those_of_the_other_steps(layer_class):
-    """The steps that one sequence reaches change no statistic, in training and afterwards."""
+    """Steps that one sequence reaches change no statistic, in training and afterwards."""
     torch.manual_seed(0)
     layer = layer_class(3, 4)
     other = copy.deepcopy(layer)
@@ -178,7 +178,7 @@ def test_a_packed_sequence_gives_the_same(layer_class):
 
 
 def test_zoneout_keeps_its_units():
-    """With the rates 0 and 1: the cell moves on, the hidden state never changes."""
+    """With rates 0 and 1: the cell changes, the hidden state never does."""
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(3, 4, zoneout=(0.0, 1.0))
     output, (h, c) = layer(torch.randn(7, 3, 3), lengths=[3, 7, 2])
@@ -201,7 +201,7 @@ def test_half_precision(dtype):
 
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_a_feature_without_variance_is_zero(layer_class):
-    """All rows start alike, so that after one common step h has never had any variance."""
+    """All rows start identical, so after one common step h has never had any variance."""
     torch.manual_seed(0)
     layer = layer_class(1, 4)
     with torch.no_grad():

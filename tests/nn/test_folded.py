@@ -1,4 +1,4 @@
-"""Folded layers compute what the layer does in eval(), with fewer and smaller tensors."""
+"""Folded layers compute the same as the layer in eval(), with fewer and smaller tensors."""
 
 import copy
 import ctypes
@@ -30,7 +30,7 @@ OPTIONS = [
 
 
 def trained(inputs=5, hidden=7, steps=9, **options):
-    """A layer in eval(), with statistics of `steps` steps and no parameter left at its start."""
+    """A layer in eval(), with statistics for `steps` steps and all parameters changed."""
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(inputs, hidden, **{"refresh_stats": False, **options})
     with torch.no_grad():
@@ -44,7 +44,7 @@ def trained(inputs=5, hidden=7, steps=9, **options):
 
 
 def compare(layer, folded, x, double=None, **arguments):
-    """The folded layer is as close to the equations in float64 as the layer itself is.
+    """The folded layer is as close to the equations in float64 as the layer itself.
 
     Rounding errors differ, and where a variance is 0 they are scaled by up to 0.3 / sqrt(eps), so
     that the layer's own error is the measure: 8 times it, plus 1e-5 (float64: 1e-11).
@@ -162,7 +162,7 @@ def test_the_state_is_smaller(options):
     assert not list(folded.parameters())
     if "shared_stats" in options.get(
         "ablations", ()
-    ):  # the weights, a shift, the cell's and h0, c0
+    ):  # the weights, a shift, the cell's shift and h0, c0
         assert folded.scale_x_l0 is None
         assert folded.scale_h_l0 is None
         assert size(folded) == 4 * (28 * 5 + 28 * 7 + 28 + 4 * 7)
@@ -213,7 +213,7 @@ def test_half_precision():
     cast = rbn.fold(layer).bfloat16()
     assert cast.weight_hh_l0.dtype == torch.bfloat16
     assert cast.scale_h_l0.dtype == torch.float32
-    with torch.no_grad():  # what is rounded there: not the gammas and biases
+    with torch.no_grad():  # what is rounded there, except gammas and biases
         for name, parameter in layer.named_parameters():
             if name.startswith(("weight", "h0", "c0")):
                 parameter.copy_(parameter.bfloat16())
@@ -304,7 +304,7 @@ def test_what_cannot_be_folded():
 @pytest.mark.parametrize("options", [{}, {"zoneout": (0.1, 0.2)}, {"ablations": ("joint_terms",)}])
 @pytest.mark.parametrize(("batch", "hidden"), [(32, 3), (59, 17), (33, 40)])
 def test_large_batches_with_every_instruction_set(batch, hidden, options, version):
-    """So many rows that each step makes its own input term."""
+    """With enough rows that each step computes its own input term."""
     if inference.load() is None:
         pytest.skip("no compiled kernel")
     library = compiled_lstm.load()

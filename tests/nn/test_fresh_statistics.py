@@ -41,7 +41,7 @@ def train(layer, batches, forward=None, lr=0.05):
 
 
 def expected(layer, batches, **call):
-    """The plain average of minibatch statistics at the weights as they are, by the old way."""
+    """The plain average of minibatch statistics at the current weights, without `refresh`."""
     exact = type(layer).__new__(type(layer))
     exact = copy.deepcopy(layer)
     forward = (lambda m, x: m(x, **call)) if call else None
@@ -130,7 +130,7 @@ def test_lengths_and_packed_sequences_pool_their_rows():
     )
     layer.eval()
     packed.eval()
-    # By hand: at each step the batches count with the rows that reach it.
+    # By hand: at each step the batches count with the number of rows that reach it.
     runs = [copy.deepcopy(layer) for _ in batches]
     for run, (x, lengths) in zip(runs, batches, strict=True):
         rbn.update_population_stats(
@@ -278,7 +278,7 @@ def test_averages_of_models_follow_growing_statistics_and_are_refreshed(use_buff
     x = inputs(1, 9, seed=8)[0]
     found = ema(x)[0]
     pools.refresh_stats = False
-    # The averaged weights on the source's inputs: the last step is reached by the last three only.
+    # The averaged weights on the source's inputs: only the last three reach the last step.
     rbn.update_population_stats(pools, recent[-3:], train_mode=False)
     torch.testing.assert_close(ema.module.stats_h_l0.var[8], pools.stats_h_l0.var[8])
     assert found.isfinite().all()
@@ -363,7 +363,7 @@ def test_inputs_are_bounded_and_released(monkeypatch):
     held = [weakref.ref(call.x) for calls in layer.recent_calls for call in calls]
     assert len(held) == 3  # of 4 rows each
     assert all(r().data_ptr() == x.data_ptr() for r, x in zip(held, batches[2:], strict=True))
-    layer.requires_grad_(False).eval()(batches[0])  # its weights will not move any more
+    layer.requires_grad_(False).eval()(batches[0])  # its weights will not change any more
     assert all(r() is None for r in held)
 
 
@@ -437,7 +437,7 @@ def test_inference_mode_and_gradient_accumulation():
     optimizer.step()
     layer.train()
     for module in layer.modules():
-        module.training = False  # not by eval()
+        module.training = False  # not through eval()
     with torch.inference_mode():
         layer(batches[0])
     assert_same(statistics(layer), statistics(expected(layer, batches)))
@@ -577,7 +577,7 @@ ZONED_OUT = {
 
 
 def zoned_out(kind, **options):
-    """A layer whose states change from the first step on, even if its inputs are all zero."""
+    """A layer whose states change from the first step on, even if all inputs are zero."""
     torch.manual_seed(0)
     layer = ZONED_OUT[kind](**options)
     with torch.no_grad():
@@ -711,7 +711,7 @@ def test_a_checkpoint_with_masks_evaluates_like_the_live_model_and_resumes():
         torch.set_rng_state(state)
         layer.recent_calls.clear()  # as in a long run, where newer inputs replace them
         train(layer, inputs(3, seed=5))
-        torch.rand(len(saved) if layer is live else 1)  # other code may draw numbers
+        torch.rand(len(saved) if layer is live else 1)  # other code may draw random numbers
     assert torch.equal(resumed.eval()(x)[0], live.eval()(x)[0])
 
 

@@ -1,4 +1,4 @@
-"""The batch-normalized GRU beside torch's own, whose equations it normalizes."""
+"""The batch-normalized GRU against torch's own, whose equations it normalizes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ OPTIONS = {"num_layers": 2, "bidirectional": True, "dtype": torch.float64}
 
 
 def without_normalization(gru):
-    """The layer of gru's weights with population statistics and gammas that change nothing."""
+    """The layer with gru's weights, and population statistics and gammas that change nothing."""
     layer = rbn.BatchNormGRU.from_gru(gru, initial_state="zeros", gamma=1.0)
     layer(torch.randn(7, 4, 3, dtype=torch.float64))
     for module in layer.eval().modules():
@@ -51,7 +51,7 @@ def test_weights_of_torchs_gru():
     assert (layer.gamma_h_l1_reverse == 0.3).all()
     for found, expected in zip(layer.all_weights, gru.all_weights, strict=True):
         torch.testing.assert_close(found[:2], expected[:2])
-        both = expected[2] + expected[3]  # only that of n stays on its own
+        both = expected[2] + expected[3]  # only that of n stays separate
         torch.testing.assert_close((found[2] + found[3])[:10], both[:10])
         torch.testing.assert_close(found[3][10:], expected[3][10:])
         assert (found[3][:10] == 0).all()

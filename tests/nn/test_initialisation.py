@@ -1,4 +1,4 @@
-"""How the layers start."""
+"""Initialization of the layers."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ CASES = {
 def test_gradients(case):
     layer_class, options, padded, mode = CASES[case]
     torch.manual_seed(0)
-    units = 1 if case == "bn-lstm-stack" else 2  # it has four times the parameters
+    units = 1 if case == "bn-lstm-stack" else 2  # it has four times as many parameters
     layer = layer_class(2, units, dtype=torch.float64, **options)
     for name, parameter in layer.named_parameters():
         if not name.startswith("weight"):
@@ -72,7 +72,7 @@ def test_a_shared_initial_state_has_no_effect_under_batch_statistics():
     layer.c0_l0.data.normal_()
     moved, _ = layer(x)
     assert not torch.allclose(moved, before)
-    layer.eval()  # under population statistics h0 does matter
+    layer.eval()  # with population statistics, h0 does matter
     a, _ = layer(x)
     layer.h0_l0.data.normal_()
     b, _ = layer(x)

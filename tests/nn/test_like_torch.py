@@ -1,4 +1,4 @@
-"""The layers beside torch.nn.LSTM: names, shapes, layouts, and numbers where they agree."""
+"""Comparison with torch.nn.LSTM: names, shapes, layouts, and results where both agree."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_batch_first_only_changes_the_layout(layer):
     seed=st.integers(0, 2**16),
 )
 def test_lstm_is_torchs_lstm(steps, batch, inputs, hidden, layers, bidirectional, bias, seed):
-    """Outputs, states and gradients, in float64 to rounding: both sum in some other order."""
+    """Outputs, states and gradients, in float64 up to rounding: the order of sums differs."""
     torch.manual_seed(seed)
     peer = nn.LSTM(inputs, hidden, layers, bias, bidirectional=bidirectional, dtype=torch.float64)
     ours = rbn.LSTM.from_lstm(peer)
@@ -222,7 +222,7 @@ def test_to_lstm_refuses_what_torch_has_not(name, message):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_given_states_override_the_learned_ones(layer):
-    ours = layer(3, 5, hidden_noise=1.0)  # the noise is on the layer's own initial state only
+    ours = layer(3, 5, hidden_noise=1.0)  # noise only affects the layer's own initial state
     x = torch.randn(6, 4, 3)
     _, given = ours(x)
     a, _ = ours(x, given)
@@ -300,7 +300,7 @@ CELLS = [
 @pytest.mark.parametrize("initial_state", ["learned", "zeros"])
 @pytest.mark.parametrize("make", [*LAYERS, *CELLS])
 def test_the_graph_goes_through_an_empty_batch(make, initial_state, looked_at):
-    """As through torch's: what makes inputs and states has gradients, whatever is looked at."""
+    """As with torch's: inputs and states get gradients, whatever the loss uses."""
     layer, below = make(3, 4, initial_state=initial_state), torch.nn.Linear(2, 3)
     cell = make in CELLS
     x = below(torch.zeros((0, 2) if cell else (6, 0, 2)))
@@ -351,7 +351,7 @@ def test_what_is_printed_of_a_normalized_layer(layer_class):
 
 
 def test_another_default_device():
-    """Whatever new tensors are on by default, those of a layer on the CPU are there."""
+    """Tensors of a layer on the CPU stay there, whatever the default device is."""
     x, lengths = torch.randn(6, 5, 3), [6, 5, 4, 3, 2]
     layer = rbn.LSTM(3, 4)
     expected = layer(x, lengths=lengths)[0]

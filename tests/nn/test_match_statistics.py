@@ -1,4 +1,4 @@
-"""`match_statistics` gives a new model statistics of the size of a checkpoint's."""
+"""`match_statistics` resizes a new model's statistics to those of a checkpoint."""
 
 import json
 
@@ -73,7 +73,7 @@ def test_the_shapes_are_those_of_the_checkpoint(save, options, tmp_path):
 
 
 def test_a_loader_that_copies_into_buffers():
-    """As most do that do not call load_state_dict."""
+    """As done by most loaders that do not call load_state_dict."""
     model = trained().eval()
     new = nn.Sequential(rbn.BatchNormLSTM(3, 4, 2)).eval()
     rbn.match_statistics(new, model.state_dict())
@@ -100,7 +100,7 @@ def test_what_is_not_in_the_checkpoint_stays():
     new = nn.Sequential(rbn.BatchNormLSTM(3, 4, 2))
     assert rbn.match_statistics(new, {"0.weight_ih_l0": torch.zeros(16, 3)}) == 0
     assert rbn.match_statistics(nn.Linear(2, 2), trained().state_dict()) == 0
-    two = {f"{k}.0.stats_h_l0.mean": torch.zeros(k, 16) for k in (3, 5)}  # which of them?
+    two = {f"{k}.0.stats_h_l0.mean": torch.zeros(k, 16) for k in (3, 5)}  # ambiguous
     assert rbn.match_statistics(new, two) == 0
     assert set(rows(new).values()) == {(0,)}
 

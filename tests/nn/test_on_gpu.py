@@ -1,4 +1,4 @@
-"""The layers on a CUDA device give the CPU's numbers."""
+"""The layers on a CUDA device match the CPU."""
 
 import copy
 
@@ -160,7 +160,7 @@ def test_a_folded_layer_is_the_layer(ablations, batch):
     lengths = torch.randint(1, 10, (batch,))
     with torch.no_grad():
         for given in (None, lengths):
-            # Products may be in tf32, of 10 bits, and scales reach 0.1 / sqrt(eps) = 32.
+            # Products may use tf32, with 10 bits, and scales reach 0.1 / sqrt(eps) = 32.
             wanted, found = layer(x, lengths=given)[0], folded(x, lengths=given)[0]
             torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
         double = copy.deepcopy(layer).double()
@@ -173,7 +173,7 @@ def test_a_folded_layer_is_the_layer(ablations, batch):
     "make", [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 )
 def test_batches_of_gradients(make):
-    """All at once, though the backward pass runs in a thread of its own."""
+    """All at once, although the backward pass runs in a separate thread."""
     layer, x = make(3, 64).cuda(), torch.randn(5, 6, 3, device="cuda", requires_grad=True)
     inputs = [x, *layer.parameters()]
     output, _ = layer(x)

@@ -1,4 +1,4 @@
-"""Layers of one input feature on a card, whose kernels take the input as it is."""
+"""Layers with one input feature on a GPU, whose kernels read the input directly."""
 
 import copy
 
@@ -20,8 +20,8 @@ pytestmark = [
     ),
 ]
 
-# As in cuda_cases.py. Gradients may be off by twice as much as there: steps in
-# which all rows are identical leave little of that of c0, say.
+# As in cuda_cases.py. Gradients may differ by twice as much as there: steps in which all rows are
+# identical leave little of c0's gradient, for example.
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 NORMALIZED = {
     "plain": {},
@@ -34,7 +34,7 @@ NORMALIZED = {
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Of the kernels with one cluster that ran: the direction, whether without an input term."""
+    """Launches of the single-cluster kernels: the direction, and whether without an input term."""
     found = []
     run = cuda_kernels.launch_for
 
@@ -49,7 +49,7 @@ def ran(monkeypatch):
 
 
 def make(layer_class, hidden, dtype, **options):
-    """A layer with parameters of all sizes, some weights of the input 0, and its float64 twin."""
+    """A layer with parameters of all sizes and some zero input weights, and its float64 copy."""
     torch.manual_seed(0)
     layer = layer_class(1, hidden, **options)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def make(layer_class, hidden, dtype, **options):
 
 
 def digits(steps, batch, dtype):
-    """Inputs whose first steps are all 0, and one step later on is the same in all rows."""
+    """Inputs whose first steps are all 0, and a later step that is the same in all rows."""
     x = torch.randn(steps, batch, 1) + 0.3
     x[: steps // 3] = 0
     x[-2:] = 0.7
@@ -183,7 +183,7 @@ def test_the_same_bits_every_time(dtype, ran):
 
 
 def test_the_same_as_with_an_input_term(ran, monkeypatch):
-    """Where no variance is tiny: there both are off by what it makes of tf32's rounding."""
+    """Without tiny variances, which would magnify tf32's rounding in both."""
     layer, _ = make(rbn.BatchNormLSTM, 100, torch.float32, eps=0.1)
     x = digits(30, 100, torch.float32).cuda()
     ours = training_step(layer, x)
@@ -249,7 +249,7 @@ def test_gradients_of_the_input(ran):
     assert ran == [("forward", False), ("backward", False)]
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # from the compiler
 def test_compiled(ran):
     layer, _ = make(rbn.BatchNormLSTM, 64, torch.float32, eps=0.1, max_length=12)
     twin = copy.deepcopy(layer)

@@ -15,10 +15,10 @@ from rbn.ops.types import Statistics
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EXPORTER = pytest.mark.skipif(RELEASE < (2, 8), reason="torch.onnx.export of a scan needs 2.8")
-# Older exporters take a size of 1 in the example for a constant.
+# Older exporters treat a size of 1 in the example as a constant.
 ONE = 1 if RELEASE >= (2, 13) else 2
 pytestmark = [
-    # The exporter's own.
+    # From the exporter.
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -41,7 +41,7 @@ def _seed():
 
 
 def trained(make, size=3, **options):
-    """A layer with statistics of 20 steps, to be evaluated."""
+    """A layer with statistics for 20 steps, in eval()."""
     layer = make(size, 6, **options)
     for _ in range(3):
         layer(torch.randn(20, 20, size))
@@ -49,7 +49,7 @@ def trained(make, size=3, **options):
 
 
 def exact(module):
-    """The module in float64, by the plain equations."""
+    """The module in float64, with the plain equations."""
     module = copy.deepcopy(module).double()
 
     def run(*args, **kwargs):
@@ -103,7 +103,7 @@ CASES = [
 @EXPORTER
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_a_layer(ort, make, options):
-    """Shorter sequences than there are statistics for, longer ones, and single ones."""
+    """Shorter sequences than there are statistics for, longer ones, and single steps."""
     layer = trained(make, **options)
     session = session_of(ort, onnx(layer, (torch.randn(10, 4, 3),), dynamic_shapes=(ANY,)))
     for steps, rows in SIZES:
@@ -194,7 +194,7 @@ class Tagger(nn.Module):
 @pytest.mark.no_cover
 @EXPORTER
 def test_a_model(ort, tmp_path):
-    """Written to a file, which ONNX's own check accepts, with the names of dimensions."""
+    """Written to a file that passes ONNX's check, with named dimensions."""
     import onnx as format
 
     model = Tagger()
@@ -222,7 +222,7 @@ def test_a_model(ort, tmp_path):
 @pytest.mark.no_cover
 @EXPORTER
 def test_symbols_and_steps_without_an_estimate(ort):
-    """Each such step uses the statistics of the one before."""
+    """Each such step uses the statistics of the previous one."""
     layer = trained(rbn.BatchNormLSTM, 5)
     for statistics in (layer.stats_x_l0, layer.stats_h_l0, layer.stats_c_l0):
         statistics.count[[0, 1, 7, 8, 19]] = 0

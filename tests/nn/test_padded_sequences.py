@@ -1,4 +1,4 @@
-"""Padding: every sequence is treated as if it stood alone."""
+"""Padding: every sequence gets the same results as if it were alone."""
 
 import copy
 
@@ -66,7 +66,7 @@ def test_what_the_padding_holds_does_not_matter(layer_class):
 
 @pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_excluding_and_including_padded_rows(layer_class):
-    """Included rows carry their state: step 1 has rows 0 and 1 anew, and row 2 carried along."""
+    """Included rows carry their state: step 1 has new states in rows 0 and 1, row 2's is old."""
     layers = {}
     for padding in ("exclude", "include"):
         torch.manual_seed(0)
@@ -190,4 +190,4 @@ def test_lengths_are_read_again_after_a_change_in_place():
     lengths.fill_(2)
     layer(torch.randn(4, 3, 2), lengths=lengths)
     assert layer.stats_h_l0.count.tolist() == [2, 2, 1, 1]
-    assert not lengths.__dict__  # the caller's tensor is as it was
+    assert not lengths.__dict__  # the caller's tensor does not change

@@ -1,4 +1,4 @@
-"""Population statistics against averages made by hand."""
+"""Population statistics against averages computed by hand."""
 
 import copy
 
@@ -18,7 +18,7 @@ def named_statistics(layer):
 
 
 def minibatch_statistics(layer, x, **options):
-    """What one training call estimates, read off a layer that has seen nothing else."""
+    """The statistics of one training call, read from a layer that has seen nothing else."""
     probe = type(layer)(layer.input_size, layer.hidden_size, momentum=None, **options)
     probe.load_state_dict(layer.state_dict())
     for statistics in probe._all_statistics():
@@ -50,7 +50,7 @@ def test_running_average_by_hand(layer_class, momentum):
     for name, statistics in named_statistics(layer):
         for k, buffer in enumerate((statistics.mean, statistics.var)):
             series = [e[name][k] for e in estimates]
-            expected = series[0]  # the first estimate stands alone
+            expected = series[0]  # the first estimate has weight 1
             for n, value in enumerate(series[1:], start=2):
                 weight = 1 / n if momentum is None else momentum
                 expected = (1 - weight) * expected + weight * value
@@ -62,7 +62,7 @@ def test_running_average_by_hand(layer_class, momentum):
 def test_update_population_stats_is_the_plain_average(layer_class):
     layer = layer_class(3, 4, momentum=0.1)
     batches = [torch.randn(5, b, 3) for b in (6, 4, 9)]
-    layer(torch.randn(5, 6, 3) + 7)  # to be forgotten
+    layer(torch.randn(5, 6, 3) + 7)  # statistics that are discarded later
     estimates = [minibatch_statistics(layer, x) for x in batches]
     assert update_population_stats(layer, batches) == 3
     for name, statistics in named_statistics(layer):
@@ -83,7 +83,7 @@ def test_update_population_stats_leaves_everything_else_alone():
     parameters = [p.detach().clone() for p in model.parameters()]
     random_state = torch.get_rng_state()
     update_population_stats(model, [(torch.randn(5, 6, 3), "label")])
-    drawn = torch.randn(30)  # what the line above drew
+    drawn = torch.randn(30)  # random numbers after the line above
     torch.set_rng_state(random_state)
     torch.randn(5, 6, 3)
     assert torch.equal(torch.randn(30), drawn)
@@ -216,7 +216,7 @@ def test_batch_statistics_in_evaluation():
     with batch_statistics(layer):
         a, _ = layer(x)
         b, _ = layer(x)
-    assert torch.equal(a, b)  # no dropout
+    assert torch.equal(a, b)  # without dropout
     assert not layer.stats_h_l0.estimated
     with batch_statistics(torch.nn.ModuleList([layer.train()])):
         layer(x)
@@ -280,7 +280,7 @@ def test_frozen_parts_stay_frozen_in_a_model_that_is_trained():
     assert modes == [(False, True)]
     assert torch.equal(model.encoder.running_var, torch.ones(3))
     rbn.update_population_stats(model, batches, train_mode=False)
-    rbn.update_population_stats(model.eval(), batches)  # in which nothing says what is frozen
+    rbn.update_population_stats(model.eval(), batches)  # nothing in the model says what is frozen
     assert modes[1:] == [(False, False), (True, True)]
     assert not any(module.training for module in model.modules())
 
@@ -366,7 +366,7 @@ def test_shorter_sequences_in_a_new_estimate_leave_later_steps_unseen():
     estimates = minibatch_statistics(layer, x)
     layer(x)
     for name, statistics in named_statistics(layer):
-        # The first estimate of steps 4 and 5 stands alone; it is not averaged with zeros.
+        # The first estimate of steps 4 and 5 has weight 1; it is not averaged with zeros.
         torch.testing.assert_close(statistics.var[4:], estimates[name][1][4:], **EXACT)
 
 
@@ -411,7 +411,7 @@ def test_a_copy_made_inside_batch_statistics_is_a_layer_like_any_other(tmp_path)
 
 
 def test_statistics_that_someone_else_has_put_there_are_found():
-    """Such as averages over models, or a call with the buffers of another."""
+    """E.g. averages over models, or a call with another model's buffers."""
     layer, x = rbn.BatchNormLSTM(3, 4, max_length=6), torch.randn(6, 5, 3)
     average = torch.optim.swa_utils.AveragedModel(layer)
     layer(x)

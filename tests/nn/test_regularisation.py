@@ -1,4 +1,4 @@
-"""Dropout, zoneout and noise: on while training, gone or averaged in evaluation."""
+"""Dropout, zoneout and noise: on in training, off or averaged in evaluation."""
 
 import pytest
 import torch
@@ -116,11 +116,11 @@ def test_noise_in_the_initial_state(layer_class):
 
 
 def test_identical_rows_do_not_explode_with_or_without_noise():
-    """Section 5.1: rows all identical, as in the first steps of in-order MNIST.
+    """Section 5.1: all rows are identical, as in the first steps of in-order MNIST.
 
-    Row by row the gradient grows by gamma / sqrt(eps) a step, and its sum over the rows is 0. What
-    rounding left of that sum was above 1e6 here, which is why the paper adds noise; constant terms
-    pass no gradient on now (see `rbn.ops.types.CONSTANT`).
+    In each row the gradient grows by gamma / sqrt(eps) per step, and its sum over rows is 0. The
+    rounding error of that sum was above 1e6 here, which is why the paper adds noise; constant terms
+    now pass no gradient (see `rbn.ops.types.CONSTANT`).
     """
     x = torch.zeros(30, 8, 1)
     x[-1] = torch.randn(8, 1)
@@ -129,7 +129,7 @@ def test_identical_rows_do_not_explode_with_or_without_noise():
         layer = rbn.BatchNormLSTM(1, 4, hidden_noise=noise)
         y, _ = layer(x)
         assert y.isfinite().all()
-        if noise == 0:  # 0 / sqrt(eps) leaves the forward pass alone
+        if noise == 0:  # 0 / sqrt(eps) does not change the forward pass
             assert (y[:-1] == y[:-1, :1]).all()
         y[-1].square().sum().backward()
         assert layer.weight_hh_l0.grad.abs().max() < 1
@@ -154,7 +154,7 @@ def test_ablations_run_and_change_the_network(ablation):
     assert names - {name for name, _ in ablated.named_parameters()} == missing
     x = torch.randn(5, 6, 3)
     a, b = plain(x)[0], ablated(x)[0]
-    if ablation == "shared_stats":  # differs at test time only
+    if ablation == "shared_stats":  # differs in evaluation only
         assert torch.equal(a, b)
     else:
         assert not torch.allclose(a, b)
@@ -162,7 +162,7 @@ def test_ablations_run_and_change_the_network(ablation):
 
 
 def test_zoneout_rates_under_a_rough_default_type():
-    """Random numbers of 8 bits would not be below 0.002 at that rate."""
+    """Random numbers of 8 bits would never be below 0.002, for that rate."""
     before = torch.get_default_dtype()
     layer = rbn.LSTM(2, 400, zoneout=(0.002, 0.0))
     try:

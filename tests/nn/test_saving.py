@@ -1,4 +1,4 @@
-"""State dicts, files, copies, devices and types."""
+"""State dicts, files, copies, devices and dtypes."""
 
 import copy
 import io
@@ -41,7 +41,7 @@ def test_a_state_dict_loads_into_a_fresh_module(layer_class):
     same(layer, fresh)
     if layer_class in NORMALIZED:
         assert fresh.stats_h_l0.count.tolist() == [2, 2, 2, 1, 1, 0]
-        x = torch.randn(7, 5, 3)  # training goes on from the same averages
+        x = torch.randn(7, 5, 3)  # training continues from the same averages
         a, b = layer.train(), fresh.train()
         a(x), b(x)
         for key, value in a.state_dict().items():

@@ -1,4 +1,4 @@
-"""What the host knows of population statistics, and when it is not true any more."""
+"""The host's cache of population statistics, and when it becomes invalid."""
 
 import copy
 
@@ -10,11 +10,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import rbn
 
-NONE = "was not trained"  # a warning; the statistics of the batch serve then
+NONE = "was not trained"  # a warning; the batch's statistics are used
 
 
 def averaging(**options):
-    """A layer that keeps running averages alone."""
+    """A layer with running averages only."""
     return rbn.BatchNormLSTM(3, 4, **options, refresh_stats=False)
 
 
@@ -30,7 +30,7 @@ def with_buffers(layer, buffers, x):
 
 
 def assert_first_estimates(layer, x, found=None):
-    """Those of a layer that has seen nothing else; not averaged with zeros."""
+    """The statistics of a layer that has seen nothing else; not averaged with zeros."""
     twin = averaging(max_length=layer.stats_h_l0.max_length)
     parameters = {k: v for k, v in layer.state_dict().items() if "stats" not in k}
     twin.load_state_dict(parameters, strict=False)
@@ -70,7 +70,7 @@ def test_a_call_with_empty_buffers_estimates_anew():
 
 @pytest.mark.parametrize("steps", [6, 4])
 def test_buffers_that_someone_empties(steps):
-    """Such as DDP, with those of a process that has not seen as long sequences."""
+    """E.g. DDP, with those of a process that has not seen as long sequences."""
     x = torch.randn(steps, 5, 3)
     layer = trained()
     for buffer in layer.buffers():
@@ -117,7 +117,7 @@ def test_copies_know_as_much(copied):
 
 
 def test_an_ensemble():
-    """As PyTorch's tutorial has it."""
+    """As in PyTorch's tutorial."""
     x = torch.randn(6, 5, 3)
     several = [averaging(max_length=6) for _ in range(3)]
     for each in several:
@@ -173,7 +173,7 @@ def test_a_compiled_call_with_empty_buffers():
 
 
 def test_a_compiled_evaluation_sees_buffers_that_someone_wrote_into():
-    """In place, as torch.distributed.checkpoint loads them; compiled before that or after."""
+    """In place, like torch.distributed.checkpoint; compiled before or after that."""
     fewer, x = averaging(max_length=6), torch.randn(6, 5, 3)
     fewer(x[:2])
     expected = fewer.eval()(x)[0]
@@ -241,7 +241,7 @@ def test_one_tensor_is_no_batches():
 
 
 def test_estimated_anew_in_the_same_buffers():
-    """Which other processes, or a graph, may hold on to."""
+    """Other processes or a graph may hold references to them."""
     layer, x = trained(), torch.randn(6, 5, 3)
     buffers = dict(layer.named_buffers())
     rbn.update_population_stats(layer, [x])

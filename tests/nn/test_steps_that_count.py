@@ -1,4 +1,4 @@
-"""Which steps and rows population statistics are of, and which steps were seen."""
+"""Which steps and rows enter population statistics, and which steps were seen."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_max_length_keeps_that_many_steps():
     layer(torch.randn(2, 6, 3))
     assert layer.stats_h_l0.count.tolist() == [1, 1, 0]
     x = torch.randn(5, 6, 3)
-    layer.eval()(x)  # step 2 falls back on step 1
+    layer.eval()(x)  # step 2 falls back to step 1
     layer.train()(x)
     assert layer.stats_h_l0.mean.shape == (3, 16)
     assert layer.stats_h_l0.count.tolist() == [2, 2, 1]
@@ -41,7 +41,7 @@ def test_a_step_counts_only_the_batches_that_reached_it():
     torch.testing.assert_close(layer.stats_x_l0.mean[3], wy[3, [0, 4]].mean(0), **EXACT)
     variance = wy[3, [0, 4]].var(0, correction=0)
     torch.testing.assert_close(layer.stats_x_l0.var[3], variance, **EXACT)
-    layer.eval()(torch.randn(8, 2, 3))  # the step nobody reached uses the last one before it
+    layer.eval()(torch.randn(8, 2, 3))  # the step that none reached uses the last one before it
 
 
 def test_a_step_with_one_row_is_no_nan():
@@ -77,7 +77,7 @@ def test_steps_before_the_first_estimate_use_it():
     mean, _ = s.read(7, 4)
     assert mean.tolist() == [[3, 3]]
     s = PopulationStatistics(2, max_length=2)
-    s.update(torch.ones(1, 2), torch.ones(1, 2), start=2)  # beyond: not kept
+    s.update(torch.ones(1, 2), torch.ones(1, 2), start=2)  # beyond max_length: not kept
     s.update(torch.ones(3, 2), torch.ones(3, 2), start=4)
     assert not s.estimated
     assert s.count.tolist() == [0, 0]
@@ -104,7 +104,7 @@ def estimate(layer, *batches):
 @pytest.mark.parametrize("lengths", [None, [4]])
 @pytest.mark.parametrize("input_stats", ["step", "sequence"])
 def test_a_batch_of_one_is_not_counted(input_stats, lengths):
-    """But over its steps the input term of a sequence does have a variance."""
+    """But over its steps, the input term of a single sequence has a variance."""
     layer = rbn.BatchNormLSTM(3, 4, input_stats=input_stats)
     x = torch.randn(5, 6, 3)
     rbn.update_population_stats(layer, [x])
@@ -141,7 +141,7 @@ def test_loaded_counts_say_which_steps_were_seen(counts, seen):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
-    """Such steps are normalized in evaluation with the statistics of the last one before."""
+    """In evaluation, such steps use the statistics of the last step before them."""
     layer = rbn.BatchNormLSTM(3, 4, momentum=momentum)
     for _ in range(3):
         layer(torch.randn(6, 3, 3), lengths=torch.tensor([6, 4, 2]))

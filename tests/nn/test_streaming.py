@@ -1,4 +1,4 @@
-"""Single steps of cells in eval(): whichever way they run, they are the recurrence's."""
+"""Single steps of cells in eval() match the recurrence, on whichever path they run."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ ABLATIONS = [
 
 
 def make(cell_class, inputs=5, hidden=7, seen=6, **options):
-    """A cell in eval(), with statistics of `seen` steps and no parameter left at its start."""
+    """A cell in eval(), with statistics for `seen` steps and all parameters changed."""
     torch.manual_seed(0)
     cell = cell_class(inputs, hidden, **options)
     for name, parameter in cell.named_parameters():
@@ -94,7 +94,7 @@ def test_a_kernel_built_from_older_sources_is_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("ablations", ABLATIONS, ids="-".join)
-@pytest.mark.parametrize("step", [0, 3, 5, 6, 40])  # within, at and beyond the last
+@pytest.mark.parametrize("step", [0, 3, 5, 6, 40])  # within, at and beyond the last step
 def test_every_ablation_at_every_kind_of_step(ablations, step, way):
     cell = make(rbn.BatchNormLSTMCell, ablations=ablations)
     check(cell, 1, step)
@@ -154,7 +154,7 @@ def test_the_other_cells(cell_class, options, way):
 def test_several_threads(monkeypatch):
     monkeypatch.setattr(inference, "_PER_THREAD", 1)
     check(make(rbn.BatchNormLSTMCell, 9, 50), 1, 3)
-    check(make(rbn.LSTMCell, 9, 3), 1, 0)  # fewer units than a register holds
+    check(make(rbn.LSTMCell, 9, 3), 1, 0)  # fewer units than lanes of a register
 
 
 def test_a_batch_in_any_layout(way):
@@ -180,7 +180,7 @@ def test_gradients_of_the_plain_equations(cell_class, ablations, way):
     cell = make(cell_class, zoneout=(0.1, 0.2), **options)
     double = copy.deepcopy(cell).double()
     x = torch.randn(1, 5, requires_grad=True)
-    state = states_of(cell, 1)[0].requires_grad_()  # given twice: as h and as c
+    state = states_of(cell, 1)[0].requires_grad_()  # used twice: as h and as c
     total = 0.0
     for t, hx in enumerate([None, (state, state)]):
         h, c = cell(x, hx, t + 4)
@@ -228,7 +228,7 @@ def test_statistics_may_change_before_the_backward_pass():
 
 
 def changes(cell):
-    """Ways in which what a step depends on may change between two of them."""
+    """Ways to change what a step depends on, between two steps."""
     other = make(rbn.BatchNormLSTMCell, seen=9, ablations=cell.ablations)
     with torch.no_grad():
         for p in other.parameters():
@@ -236,7 +236,7 @@ def changes(cell):
     yield lambda: cell.stats_h.mean.add_(0.5)
     yield lambda: cell.stats_c.var.mul_(2)
     yield lambda: setattr(cell.stats_x, "mean", cell.stats_x.mean + 0.5)
-    yield lambda: cell.gamma_h.data.mul_(1.5)  # unseen by version counters
+    yield lambda: cell.gamma_h.data.mul_(1.5)  # not noticed by version counters
     yield lambda: cell.bias.data.add_(0.5)
     yield lambda: setattr(cell, "beta_c", torch.nn.Parameter(cell.beta_c + 0.3))
     yield lambda: cell.load_state_dict(other.state_dict())

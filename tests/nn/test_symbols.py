@@ -1,4 +1,4 @@
-"""Numbers of symbols in place of one-hot vectors."""
+"""Symbols instead of one-hot vectors."""
 
 import pytest
 import torch
@@ -86,15 +86,15 @@ def test_as_one_hot_vectors_in_the_kernels(layer_class):
 
 
 def as_on_the_card(layer_class, padded, dtype, device):
-    """Outputs and gradients in float32; the input terms of both are the same to the last bit."""
+    """Outputs and gradients in float32; the input terms of both are equal to the last bit."""
     torch.manual_seed(0)
     layer = layer_class(5, 4, bidirectional=True, batch_first=True, device=device)
-    symbols = torch.randint(4, (3, 6), device=device)  # the last one never comes
+    symbols = torch.randint(4, (3, 6), device=device)  # the last symbol never occurs
     options = {"lengths": torch.tensor([6, 2, 4])} if padded else {}
     found = gradients(layer, symbols.to(dtype), **options)
     expected = gradients(layer, F.one_hot(symbols, 5).float(), **options)
-    # Sums of some twenty rows in another order; where a batch of three is normalized, what is
-    # rounded differently before may grow.
+    # Sums of some twenty rows in another order; normalizing a batch of three may magnify earlier
+    # rounding differences.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert layer.weight_ih_l0.grad[:, 4].eq(0).all()
 

@@ -1,6 +1,6 @@
-"""rbn.LSTM in place of nn.LSTM, on the inputs that PyTorch's own tests of nn.LSTM use.
+"""rbn.LSTM instead of nn.LSTM, on the inputs that PyTorch's own tests of nn.LSTM use.
 
-They come with torch. benchmarks/torch_tests.py runs the tests themselves, which do not.
+These inputs come with torch. The tests themselves do not; benchmarks/torch_tests.py runs them.
 """
 
 import copy
@@ -16,7 +16,7 @@ from warm_commands import Command
 
 import rbn
 
-# In a process of its own: importing torch's test utilities changes global settings of torch.
+# In a separate process: importing torch's test utilities changes torch's global settings.
 COLLECT = """
 import sys
 import torch
@@ -55,7 +55,7 @@ def collected(tmp_path_factory, warm_process):
 
 @pytest.fixture
 def samples(collected):
-    """Options of the layer and arguments of a call by dtype, of inputs that use no proj_size."""
+    """Layer options and call arguments by dtype, of the inputs without proj_size."""
     found = {
         dtype: [(_without_projection(o), args) for o, args in cases if not o["proj_size"]]
         for dtype, cases in collected[0].items()
@@ -97,7 +97,7 @@ def test_outputs_and_gradients(samples):
         gradients = []
         for module, results in ((peer, expected), (ours, found)):
             loss = sum((r * w).sum() for r, w in zip(results, weights, strict=True))
-            # Torch's two biases have the same gradient, that of the one here.
+            # Both of torch's biases have the gradient of the single one here.
             parameters = [p for name, p in module.named_parameters() if "bias_hh" not in name]
             gradients.append(torch.autograd.grad(loss, [*tensors, *parameters]))
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=1e-11)
@@ -254,12 +254,12 @@ def test_state_dicts_of_torch_load_everywhere():
         assert not [name for name in result.missing_keys if "bias" in name or "weight" in name]
         torch.testing.assert_close(ours[0].bias_l1, both, rtol=0, atol=0)
         assert torch.equal(ours[0].weight_hh_l1, peer.weight_hh_l1)
-        assert "0.bias_ih_l1" in state  # the caller's dict is left as it was
+        assert "0.bias_ih_l1" in state  # the caller's dict does not change
         with pytest.raises(RuntimeError, match="Missing key"):
             ours.load_state_dict(state)
     x = torch.randn(5, 2, 3)
     ours = rbn.LSTM(3, 4, 2)
-    ours.load_state_dict(peer.state_dict(), strict=False)  # zeros are left: the same network
+    ours.load_state_dict(peer.state_dict(), strict=False)  # the rest stays zero: the same network
     torch.testing.assert_close(ours(x)[0], peer(x)[0], rtol=1e-5, atol=1e-6)
     cell, peer_cell = rbn.LSTMCell(3, 4, cell_bias=False, initial_state="zeros"), nn.LSTMCell(3, 4)
     cell.load_state_dict(peer_cell.state_dict())

@@ -44,10 +44,10 @@ def test_compiled_whole(layer_class, compiler):
     twin.load_state_dict(layer.state_dict())
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     calls = [(4, None), (6, None), (6, torch.tensor([6, 2, 3, 6, 1]))]
-    if compiler == "inductor":  # each is a compilation of C++, too
+    if compiler == "inductor":  # each also compiles C++
         calls = calls[2:]
     elif layer_class is not rbn.BatchNormLSTM:
-        # Each is a compilation. Without lengths the steps are numbers like any: one layer shows it.
+        # Each is a compilation. One layer suffices to show independence of the number of steps.
         calls = calls[::2]
     for steps, lengths in calls:
         x = torch.randn(steps, 5, 3, dtype=torch.float64)
@@ -59,7 +59,7 @@ def test_compiled_whole(layer_class, compiler):
     for name, parameter in layer.named_parameters():
         wanted = twin.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-7, atol=1e-10)
-    for name, buffer in layer.named_buffers():  # statistics are kept, and grow, in there too
+    for name, buffer in layer.named_buffers():  # statistics are kept and grow in compiled code, too
         torch.testing.assert_close(buffer, twin.get_buffer(name))
     x = torch.randn(9, 5, 3, dtype=torch.float64)
     compiled.eval(), twin.eval()
@@ -84,7 +84,7 @@ def test_compiled_with_regularisation():
     [(False, False, False), (False, True, True), (True, False, True)],
 )
 def test_compiled_models_run_their_layers_eagerly(fullgraph, allow_rnn, traced):
-    """Unless they must be one graph, or torch.compile is asked to trace recurrent layers."""
+    """Except if they must be one graph, or torch.compile is asked to trace recurrent layers."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), rbn.BatchNormLSTM(3, 4, max_length=5))
@@ -168,8 +168,8 @@ def test_a_compiled_evaluation_without_statistics_uses_the_batch():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_autocast(layer_class, backend):
     torch.manual_seed(0)
-    # Four features may well be next to equal, and their normalization then enlarges any rounding a
-    # hundredfold; this eps keeps it to a few times.
+    # Four features may be nearly equal, and their normalization then magnifies rounding a
+    # hundredfold; this eps limits that to a few times.
     calm = {"eps": 0.1} if layer_class is rbn.LayerNormLSTM else {}
     layer = layer_class(3, 4, num_layers=2, bidirectional=True, **calm)
     x = torch.randn(5, 6, 3)
@@ -189,7 +189,7 @@ def test_autocast(layer_class, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_autocast_leaves_a_double_module_alone(backend):
-    """As PyTorch does."""
+    """Like PyTorch."""
     theirs = torch.nn.LSTM(3, 4, dtype=torch.float64)
     ours, cell = rbn.LSTM.from_lstm(theirs), rbn.LSTMCell(3, 4, dtype=torch.float64)
     x = torch.randn(5, 6, 3, dtype=torch.float64)
@@ -247,7 +247,7 @@ def test_backends_agree(layer_class, backend):
 
 
 def replica(module):
-    """As `torch.nn.parallel.replicate` makes it, on the same device."""
+    """As made by `torch.nn.parallel.replicate`, on the same device."""
     modules = list(module.modules())
     copies = [each._replicate_for_data_parallel() for each in modules]
     for each, replica in zip(modules, copies, strict=True):
@@ -275,7 +275,7 @@ def test_replicas_of_data_parallel(layer_class):
 @pytest.mark.slow
 @pytest.mark.no_cover
 def test_pieces_of_a_sequence_are_not_compiled_one_by_one():
-    """With room for all steps a graph does not depend on how many have statistics."""
+    """With a fixed max_length, a graph does not depend on how many steps have statistics."""
     layer = rbn.BatchNormLSTM(3, 4, max_length=60)
     other = rbn.BatchNormLSTM(3, 4, max_length=60)
     other.load_state_dict(layer.state_dict())
@@ -332,7 +332,7 @@ def test_shapes_on_the_meta_device(layer_class):
     ],
 )
 def test_batches_of_gradients(layer_class, training, backend):
-    """One after the other and all at once; the graph is free afterwards, and not before."""
+    """One after another and nested; the graph is freed afterwards, and not before."""
     torch.manual_seed(0)
     layer = layer_class(2, 3, bidirectional=backend == "cpu")
     x = torch.randn(3, 4, 2)
@@ -360,7 +360,7 @@ def test_batches_of_gradients(layer_class, training, backend):
 
 @pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_vmap_in_training(layer_class):
-    """With minibatch statistics that are not kept; otherwise one sentence says how."""
+    """With minibatch statistics that are not kept; otherwise the error says how."""
     torch.manual_seed(0)
     layer = layer_class(2, 3, dtype=torch.float64)
     x = torch.randn(5, 4, 6, 2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The types that a checker sees: exact results of calls, options by name, no `Any`."""
+"""What a type checker sees: exact return types of calls, options by name, no `Any`."""
 
 import inspect
 import os
@@ -27,7 +27,7 @@ METHODS = [
 
 
 def test_mypy_sees_the_types():
-    """With the cache of `make lint`: seconds, where there is one."""
+    """With the cache of `make lint`, which makes it fast."""
     pytest.importorskip("mypy", reason="the checker itself")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", str(USAGE)],

@@ -1,4 +1,4 @@
-"""What a type checker says of code that uses the package; `test_typing.py` runs mypy on it."""
+"""Code that uses the package, for a type checker; `test_typing.py` runs mypy on it."""
 
 from collections.abc import Sequence
 

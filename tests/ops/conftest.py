@@ -1,4 +1,4 @@
-"""What tests of the GPU's kernels have in common, with and without a card."""
+"""Fixtures for tests of the GPU's kernels, with and without a GPU."""
 
 import contextlib
 import types
@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def new_plans(monkeypatch):
-    """Each test makes its own plans: they hold the kernels, which some tests replace."""
+    """Each test makes its own plans: they refer to the kernels, which some tests replace."""
     with contextlib.suppress(ImportError):
         from rbn.ops.gpu.lstm import plan
 
@@ -18,7 +18,7 @@ def new_plans(monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """An H200, as far as the choice of kernels looks at it."""
+    """An H200, as far as kernel selection is concerned."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
     from rbn.ops.gpu.lstm.grid import grid_kernels
     from rbn.ops.gpu.lstm.portable import portable_kernels
@@ -41,7 +41,7 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the kernels that run."""
+    """Records the names of the kernels that run."""
     from rbn.ops.gpu.lstm import cuda_kernels
 
     kernels, launch_for = [], cuda_kernels.launch_for
@@ -75,7 +75,7 @@ def record_runs(monkeypatch):
 
 @pytest.fixture
 def drive(monkeypatch):
-    """What puts functions of the test in the place of CUDA's driver."""
+    """Replaces functions of CUDA's driver by the test's own."""
     from rbn.ops.gpu.runtime import driver
 
     def given(**functions):
@@ -89,7 +89,7 @@ def drive(monkeypatch):
 
 @pytest.fixture
 def in_memory(monkeypatch):
-    """Small layers, too, run the kernels whose blocks meet in memory, as on cards before Hopper."""
+    """Small layers also run the kernels whose blocks use global memory, as before Hopper."""
     from rbn.ops.gpu.lstm.cluster import cluster_kernels
 
     monkeypatch.setattr(cluster_kernels, "choose", lambda term: None)
@@ -97,7 +97,7 @@ def in_memory(monkeypatch):
 
 @pytest.fixture(scope="session")
 def emulated_folder(make_once):
-    """Where all workers find emulated kernels that are compiled."""
+    """The folder in which all workers find compiled emulated kernels."""
     return make_once("emulated", lambda folder: None)
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of real launches that the tests of the kernels in CUDA C++ have in common."""
+"""Comparisons with real launches, for the tests of the CUDA C++ kernels."""
 
 import pytest
 import torch
@@ -52,18 +52,18 @@ needs_clusters = pytest.mark.skipif(
 
 
 def at_least_1(gradients):
-    """What a gradient's error is relative to: its norm, unless that is small."""
+    """The reference for a gradient's relative error: its norm, unless that is small."""
     return {key: max(1, value.norm()) for key, value in gradients.items()}
 
 
 def at_least_a_hundredth(gradients):
-    """The same for gradients of any size: of one row, or of a constant state, they cancel."""
+    """The same for gradients of any size: those of one row, or of a constant state, cancel."""
     largest = max(value.norm() for value in gradients.values())
     return {key: max(value.norm(), 0.01 * largest) for key, value in gradients.items()}
 
 
 class InexactTanh(TorchDispatchMode):
-    """Inside, each tanh is moved, and each sigmoid as the tanh by which the kernels compute it."""
+    """Inside the ``with`` block, each tanh has an error, and each sigmoid that of its tanh."""
 
     def __init__(self, moved):
         super().__init__()
@@ -105,7 +105,7 @@ def moved_by_rounding(case, unit, scales):
 
 
 def random_case(op, shape, dtype, change=lambda case: case, scales=at_least_1, **options):
-    """Random arguments, and how many units their gradients may differ from float64's.
+    """Random arguments, and by how many units their gradients may differ from float64's.
 
     Two rows whose products nearly agree are divided by nearly nothing, and any rounding is
     enlarged. So cases of few rows are drawn again while rounding moves them by more than 4 units,

@@ -1,6 +1,6 @@
 """Runs kernels in CUDA C++ on the CPU, each CUDA thread as a fiber: for machines without a GPU.
 
-What is written in PTX is replaced by the functions of ``cuda_emulation_functions.h``.
+PTX is replaced by the functions of ``cuda_emulation_functions.h``.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ extern "C" int run(const void* p, const int* sizes, unsigned seed) {{
 
 
 def compiled(folder, name, defines):
-    """The path of the compiled kernel; one process compiles it, and all others wait for that."""
+    """The path of the compiled kernel. One process compiles it while all others wait."""
     options = [o for o in nvrtc._OPTIONS if o.startswith("-D")]
     options += [f"-D{k}={v}" for k, v in sorted(defines.items())]
     source = emulated_source(name)
@@ -79,7 +79,7 @@ def compiled(folder, name, defines):
 
 
 class EmulatedKernel:
-    """In the place of `driver.Kernel`."""
+    """Replaces `driver.Kernel`."""
 
     at_once = 10**6
 

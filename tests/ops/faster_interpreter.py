@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again: the same numbers in half the time."""
+"""Triton's interpreter without repeated work: the same numbers in half the time."""
 
 import numpy as np
 import triton.language as tl
@@ -7,9 +7,9 @@ from triton.runtime import interpreter
 
 
 def prepare_once():
-    """It makes its language ready once in a launch, not at every call in it.
+    """Patch the language once per launch, not at every call in it.
 
-    At each call of a function inside a kernel it does so again, which takes half of all its time.
+    Triton patches it again at each function call inside a kernel, which takes half of the time.
     """
     prepare, launch, ready = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
@@ -32,7 +32,7 @@ def prepare_once():
 
 
 def make_types_once():
-    """It keeps what follows from a type and a shape, of which every operation makes new ones.
+    """Cache what depends only on types and shapes, which every operation computes again.
 
     What is wrong with a type or a shape is found as before: the first time, and not kept.
     """
@@ -71,7 +71,7 @@ def make_types_once():
 
 
 def leave_like_shapes():
-    """It has nothing to do where it broadcasts two blocks of one shape to each other."""
+    """Skip broadcasts of two blocks with the same shape."""
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
     def broadcast_unlike(self, one, other):
@@ -84,9 +84,9 @@ def leave_like_shapes():
 
 
 def calculate_at_once():
-    """It adds, subtracts, multiplies and divides values of one type without preparing them first.
+    """Add, subtract, multiply and divide values of the same type directly.
 
-    So it does with pointers and offsets. All other types go the usual way, and so does what
+    Also pointers and offsets. All other types take the usual path, and so does what
     overflows, to be reported.
     """
     tensor, triton = core.tensor, semantic.TritonSemantic

@@ -1,4 +1,4 @@
-"""What the tests of the GPU's LSTM share: every option, and a comparison with the reference."""
+"""Cases for the tests of the GPU's LSTM: every option, and a comparison with the reference."""
 
 import contextlib
 from unittest import mock
@@ -45,7 +45,7 @@ EVERY_OPTION = [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for nam
 
 @contextlib.contextmanager
 def products(tf32):
-    """Products of float32 in tf32, or as they are."""
+    """Allow tf32 for float32 products, or not."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = tf32
     yield
@@ -53,7 +53,7 @@ def products(tf32):
 
 
 def differentiate_together(made):
-    """`differentiate` of each of several cases, which run side by side however large they are."""
+    """`differentiate` for several cases side by side, whatever their sizes."""
     made = [
         case.with_tensors(**{n: v.detach().requires_grad_() for n, v in case.present().items()})
         for case in made
@@ -78,7 +78,7 @@ def differentiate_together(made):
 
 
 def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):
-    """Results and gradients in a type beside those of the reference in float64."""
+    """Results and gradients in a dtype against those of the reference in float64."""
     case = case.to(dtype)
     with poisoned_memory():
         found = differentiate(case.on(DEVICE), "gpu")

@@ -1,17 +1,17 @@
-"""The recurrences in NumPy, one row at a time: written from the paper and not from `rbn`.
+"""The recurrences in NumPy, one row at a time: written from the paper, not from `rbn`.
 
 The names are the paper's. Every gate is a separate product and padding is handled by listing, for
 each step, the rows that run and the rows that are counted in its statistics.
 
 All operations are analytic (relu branches on the real part), so complex arguments work too: with
 ``x + 1j * step * direction`` and a tiny step, the imaginary part of a result divided by the step is
-its derivative along the direction, exact to rounding (no difference is taken). That gives the
-gradients a truth which autograd has no part in.
+its derivative along the direction, exact up to rounding (no difference is taken). These gradients
+are independent of autograd.
 """
 
 import numpy as np
 
-GATES = ("i", "f", "g", "o")  # the order in which torch stores them; the paper prints f, i, o, g
+GATES = ("i", "f", "g", "o")  # torch's order; the paper uses f, i, o, g
 
 
 def sigmoid(x):
@@ -28,14 +28,14 @@ def BN(h, gamma, beta, mean, var, eps):
 
 
 def LN(h, gamma, beta, eps):
-    """Equation 5 with the moments of the row's own features (Ba et al. 2016)."""
+    """Equation 5 with the moments over the row's own features (Ba et al. 2016)."""
     mean = sum(h) / len(h)
     var = sum((v - mean) ** 2 for v in h) / len(h)
     return beta + gamma * (h - mean) / np.sqrt(var + eps)
 
 
 def sample_statistics(rows, features):
-    """Mean and biased variance of the listed rows; zeros where none is listed."""
+    """Mean and biased variance of the listed rows; zeros without rows."""
     if not rows:
         return np.zeros(features), np.zeros(features)
     mean = sum(rows) / len(rows)
@@ -43,10 +43,10 @@ def sample_statistics(rows, features):
 
 
 class Term:
-    """One normalized term: where its statistics come from, and those it has used."""
+    """One normalized term: the source of its statistics, and those it has used."""
 
     def __init__(self, features, population=None, shared=None, enough=1, eps=0.0):
-        """enough: with fewer rows than that, a step uses those of all earlier steps instead."""
+        """enough: steps with fewer rows use the statistics of all earlier steps instead."""
         self.features, self.population, self.shared = features, population, shared
         self.enough, self.eps = enough, eps
         self.means, self.vars, self.seen = [], [], []
@@ -54,7 +54,7 @@ class Term:
             self._keep(*shared)
 
     def statistics(self, t, rows):
-        if self.population is not None:  # beyond T_max, the statistic of T_max
+        if self.population is not None:  # beyond T_max, use the statistics of T_max
             means, variances = self.population
             T_max = len(means)
             return (means[t], variances[t]) if t < T_max else (means[T_max - 1], variances[-1])
@@ -78,7 +78,7 @@ class Term:
 
 
 class Batch:
-    """A minibatch's rows: which run at each step, which are counted, and their states."""
+    """A minibatch's rows: which run at each step, which enter statistics, and their states."""
 
     def __init__(self, wx, lengths, padding, **states):
         self.T, self.B, self.features = wx.shape
@@ -92,7 +92,7 @@ class Batch:
         return [b for b in range(self.B) if t < self.lengths[b]]
 
     def counted(self, t):
-        """Padded rows, if counted at all, are as if they ran; what they give is thrown away."""
+        """Padded rows, if included in statistics, run like others; their results are discarded."""
         return list(range(self.B)) if self.padding == "include" else self.running(t)
 
     def unpadded(self, wx):
@@ -117,13 +117,13 @@ def input_term(batch, wx, population, input_stats, enough, eps):
 
 
 def zoneout(z, t, b, previous, new):
-    """Krueger et al. 2016: z * previous + (1 - z) * new, z a mask or in inference its mean."""
+    """Krueger et al. 2016: z * previous + (1 - z) * new; z is a mask or, in inference, its mean."""
     z_t = z if np.isscalar(z) else np.asarray(z[t, b], dtype=float)
     return z_t * previous + (1 - z_t) * new
 
 
 def gate(values, name):
-    """The part of ``[4H]`` (or of the rows ``[4H, H]``) that belongs to one gate."""
+    """The part of ``[4H]`` (or of ``[4H, H]``) that belongs to one gate."""
     H = len(values) // 4
     k = GATES.index(name)
     return values[k * H : (k + 1) * H]
@@ -198,7 +198,7 @@ def bn_lstm(
 
         new_h, new_c = {}, {}
         for b in batch.running(t):
-            h_t = o_t[b] * np.tanh(seen[b])  # reads the cell before zoneout
+            h_t = o_t[b] * np.tanh(seen[b])  # uses the cell before zoneout
             passed_on = seen[b] if pass_normalized_cell else c_t[b]
             new_c[b] = zoneout(zoneout_c, t, b, c[b], passed_on)
             new_h[b] = zoneout(zoneout_h, t, b, h[b], h_t)
@@ -254,7 +254,7 @@ def ln_lstm(
     zoneout_c=0.0,
     zoneout_h=0.0,
 ):
-    """Equations 6 to 8 with layer normalization in the place of batch normalization."""
+    """Equations 6 to 8 with layer normalization instead of batch normalization."""
     batch = Batch(wx, lengths, "exclude", h=h0, c=c0)
     for t in range(batch.T):
         h, c, new_h, new_c = batch.states["h"], batch.states["c"], {}, {}
@@ -310,7 +310,7 @@ def one_state(
     min_rows=1,
     zoneout_h=0.0,
 ):
-    """A network whose only state is h. step: from both terms and h of a row to its new h."""
+    """A network whose only state is h. step: computes a row's new h from both terms and h."""
     batch = Batch(wx, lengths, padding, h=h0)
     pop = population or {}
     enough = min(min_rows, batch.B), eps

@@ -1,8 +1,8 @@
-"""Compiles what calls launch for cards of other kinds, without any card, and runs nothing.
+"""Compiles what calls would launch on other GPUs, without a GPU, and runs nothing.
 
-Started by `test_older_cards.py` as a program of its own: there Triton compiles, does not interpret.
-Arguments: compute capabilities, each as one number. Prints, for each of them, the bytes of shared
-memory that each kernel takes.
+Run as a separate program by `test_older_cards.py`, so that Triton compiles instead of interpreting.
+Arguments: compute capabilities, each as one number. For each, prints the bytes of shared memory
+of each kernel.
 """
 
 import json
@@ -36,7 +36,7 @@ def main(*capabilities):
 
     def run(kernel, *args, grid, warmup, **options):
         if "FUSED" in options:
-            options["FUSED"] = True  # as on any card
+            options["FUSED"] = True  # as on any GPU
         code = compiled(kernel, *args, grid=grid, warmup=True, **options)
         found[current].append((kernel.__name__, code.metadata.shared))
 
@@ -44,7 +44,7 @@ def main(*capabilities):
         return device.has_product(torch.device("cuda", 0), dtype)
 
     driver.set_active(card)
-    os.environ["TRITON_INTERPRET"] = "1"  # or tensors on the CPU were refused
+    os.environ["TRITON_INTERPRET"] = "1"  # else tensors on the CPU are rejected
     patches = [(JITFunction, "run", run), (look_up, "has_product", product_on_card)]
     patches += [(torch.cuda, "get_device_capability", lambda device: divmod(current, 10))]
     for patch in patches:

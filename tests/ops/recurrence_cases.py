@@ -1,4 +1,4 @@
-"""Random calls of the recurrences: made from a seed, run on a backend, differentiated."""
+"""Random calls of the recurrences: generated from a seed, run on a backend, differentiated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORMALIZED_BY_BATCH = ("bn_lstm", "bn_rnn", "bn_gru")
 ONE_STATE = {"bn_rnn": RNN, "bn_gru": GRU}  # the others are LSTMs
 BACKENDS = ("reference", "cpu")
 
-# The differentiable arguments of each op, in its order, and the results that have a gradient.
+# The differentiable arguments of each op, in order, and the results that have a gradient.
 ARGUMENTS = {
     "bn_lstm": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0"],
     "lstm": ["wx", "weight_hh", "bias", "beta_c", "h0", "c0"],
@@ -54,8 +54,8 @@ RESULT_TOLERANCE = 32 * EPS64 / 1e-5**0.5  # 2e-12
 GRADIENT_TOLERANCE = 2 * EPS64 / 1e-5  # 4e-11
 
 
-# In float32 that would leave little to compare, so these calls have an eps of 0.1: it enlarges by 3
-# and by 10. The largest differences in 2,500 random calls of each op were 8 and 155 units.
+# In float32 that would leave little to compare, so these calls have eps 0.1: it magnifies by 3 and
+# by 10. The largest differences in 2,500 random calls of each op were 8 and 155 units.
 EPS32 = torch.finfo(torch.float32).eps
 CALM = 0.1
 TOLERANCES = {
@@ -63,7 +63,7 @@ TOLERANCES = {
     torch.float32: (64 * EPS32, 1024 * EPS32),  # 8e-6 and 1e-4
 }
 
-# The fused LSTMs have steps compiled from C for float32, and steps of PyTorch's operations.
+# The fused LSTMs have steps compiled from C for float32, and steps of PyTorch operations.
 STEPS = ("compiled", "torch")
 
 
@@ -75,11 +75,11 @@ _fresh = random.Random(int(os.environ["RBN_TEST_SEED"]))
 
 
 def fresh_seed() -> int:
-    """The seed of a new random call on a GPU; always the same one where there is none."""
+    """The seed of a new random call on a GPU; a fixed one without a GPU."""
     if not torch.cuda.is_available():
         return 0
     seed = _fresh.randrange(2**31)
-    print(f"seed {seed}")  # pytest shows it where the test fails
+    print(f"seed {seed}")  # pytest shows it if the test fails
     return seed
 
 
@@ -90,7 +90,7 @@ def calm(op: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def cpu_step(name: str) -> Iterator[None]:
-    """Choose between the two; skips where the compiled one was not built."""
+    """Select one of the two; skips if the compiled one was not built."""
     if name == "compiled":
         if compiled_lstm.load() is None:
             pytest.skip("the compiled step is not built: python hatch_build.py")
@@ -104,7 +104,7 @@ def cpu_step(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New memory holds NaN until it is written (part of torch's deterministic mode)."""
+    """New memory contains NaN until it is written (part of torch's deterministic mode)."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory
@@ -116,7 +116,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @dataclass
 class Case:
-    """One call: its differentiable arguments, the others, and what is differentiated."""
+    """One call: its differentiable arguments, the other arguments, and what is differentiated."""
 
     op: str
     tensors: dict[str, Tensor | None]
@@ -148,7 +148,7 @@ class Case:
         )
 
     def to(self, dtype: torch.dtype) -> Case:
-        """The same call in another type: its values rounded to it."""
+        """The same call in another dtype, with rounded values."""
         population = self.options.get("population")
         options = dict(self.options)
         if population is not None:
@@ -165,7 +165,7 @@ class Case:
 
 
 def call(case: Case, backend: str | None = None) -> dict[str, Tensor | None]:
-    """All results by name, statistics included."""
+    """All results by name, including statistics."""
     function = getattr(rbn.ops, case.op)
     if backend is None:
         values = function(*case.tensors.values(), **case.options)
@@ -200,7 +200,7 @@ def arguments(case: Case) -> Arguments:
 
 
 def operator_call(case: Case, backend: str) -> tuple[str, Arguments]:
-    """The name of the operator that a call runs, and the arguments that it is given."""
+    """The name of the operator that a call runs, and its arguments."""
     found: list[tuple[str, Any]] = []
     run = Operator.__call__
 
@@ -229,12 +229,12 @@ def from_input(given: Arguments, features: int = 2) -> Arguments:
 
 
 def results_to_keep(op: str, results: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the forward operator that the backward operator is given: not the last states."""
+    """The forward operator's arguments that the backward operator gets: not the last states."""
     return [results[0], *results[1 + len(definition_of(op).states) :]]
 
 
 def saved_results(op: str, results: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Those of the forward operator that are only for the backward pass."""
+    """The forward operator's arguments that only the backward pass needs."""
     definition = definition_of(op)
     return results[1 + len(definition.states) + len(definition.moments) :]
 
@@ -245,7 +245,7 @@ def differentiate(
     """Results, and the gradients of the arguments (all, or those wanted) for the cotangents.
 
     An argument that the differentiated results do not depend on has a zero gradient, whether
-    autograd says so with zeros or with None.
+    autograd returns zeros or None.
     """
     leaves = {
         name: v.detach().requires_grad_(wanted is None or name in wanted)
@@ -282,7 +282,7 @@ def make_case(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Case:
-    """A call of random values.
+    """A call with random values.
 
     absent: arguments that are None. lengths: given, or "random". population: rows of the
     statistics, for all terms or for each. zoneout: of the cell and of the hidden state, a rate or
@@ -375,10 +375,10 @@ def scale_of(value: Tensor) -> float:
 def assert_same(
     actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], tolerance: float
 ) -> None:
-    """Every named tensor within tolerance of the expected one, relative to its largest element.
+    """Compare every named tensor with the expected one, relative to its largest element.
 
-    Relative to the largest, since an element that is small because large ones cancelled has the
-    rounding error of the large ones. Nothing below 1 counts as large.
+    Relative to the largest, because an element that is small because large ones cancelled has their
+    rounding error. Values below 1 do not count as large.
     """
     assert actual.keys() == expected.keys()
     for name, want in expected.items():
@@ -408,7 +408,7 @@ def constant_beginning(op: str, constant: int, *shape: int, **options: Any) -> C
 
 
 def could_be_parted(op: str) -> dict[str, Case]:
-    """Calls whose rows seem identical, by the variances of their cells or states, and are not.
+    """Calls whose rows seem identical, judging by the variances of cells or states, but are not.
 
     By inputs that differ, behind a gamma of zero; by zoneout, in front of weights of zero, and
     there by a sequence that ends and keeps its state, or by gates that the cells do not show.
@@ -431,12 +431,12 @@ def could_be_parted(op: str) -> dict[str, Case]:
 
 
 def relative(gradients: dict[str, Tensor], to: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients as parts of the largest number of others."""
+    """Gradients relative to the largest number of others."""
     largest = max(g.abs().max().item() for g in to.values())
     return {name: g / largest for name, g in gradients.items()}
 
 
 def shared(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of what all rows share; of a state, that of the vector they begin with."""
+    """The gradients of what all rows share; for a state, of the vector it starts with."""
     found = {name: g for name, g in gradients.items() if name not in ("wx", "h0", "c0")}
     return found | {name: gradients[name].sum(0) for name in ("h0", "c0") if name in gradients}

@@ -1,4 +1,4 @@
-"""A call of a layer reaches the kernel by a short way: at most 9 stack frames and 10 files."""
+"""A layer's call reaches the kernel through at most 9 stack frames and 10 files."""
 
 import inspect
 from pathlib import Path
@@ -16,7 +16,7 @@ KERNELS = ("parts.py", "input_moments.py", "row_sums.py")  # files of Triton ker
 
 
 class Reached(Exception):
-    """Raised in the place of a kernel; its frames are those of the package, innermost first."""
+    """Raised in place of a kernel; its frames are those of the package, innermost first."""
 
     def __init__(self):
         self.frames = []
@@ -77,7 +77,7 @@ def test_in_cuda(monkeypatch, hidden):
 
 
 def test_functions_have_few_parameters():
-    """No function of the operators has more than 12, but for kernels and public signatures."""
+    """No function of the operators has more than 12 arguments, except kernels and public ones."""
     import ast
 
     too_many = []

@@ -178,7 +178,7 @@ def test_small_layers_give_the_same_bits_every_time(dtype, runs):
 
 @pytest.fixture
 def sixteen(monkeypatch, runs):
-    """Layers of more than 128 units run in one cluster, too."""
+    """Layers of more than 128 units also run in one cluster."""
     monkeypatch.setattr(cluster_kernels, "SIXTEEN", tuple(UNITS))
     return runs
 
@@ -189,7 +189,7 @@ def sixteen(monkeypatch, runs):
     [
         *(("bn_lstm", 1, size, 30) for size in (1e-20, 1e20)),
         *(("lstm", size, 1, 30) for size in (1e6, 1e-6)),
-        # Of more units some gate is near 0 where h0 is large, by less than a product's error.
+        # With more units some gate is near 0 where h0 is large, by less than a product's error.
         *(
             pytest.param(*sizes, 150, marks=needs_hopper)
             for sizes in [("bn_lstm", 1, 1e-20), ("bn_lstm", 1, 1e20), ("lstm", 1e-6, 1)]
@@ -197,7 +197,7 @@ def sixteen(monkeypatch, runs):
     ],
 )
 def test_a_small_layer_with_numbers_of_any_size(op, of_h0, of_gradients, hidden, sixteen):
-    """Float16's range does not show: what is multiplied is brought to it."""
+    """Float16's range has no effect, because factors are scaled to it."""
     case = make_case(op, 5, 20, hidden, dtype=torch.float32, **calm(op))
     case = case.with_tensors(h0=case.tensors["h0"] * of_h0)
     case.cotangents = {name: v * of_gradients for name, v in case.cotangents.items()}
@@ -240,7 +240,7 @@ def test_blocks_of_16_units_give_the_same_bits_every_time(dtype, sixteen):
 
 @pytest.fixture
 def switched(monkeypatch):
-    """Cluster kernels compiled with other switches, of which none is left behind."""
+    """Cluster kernels compiled with other switches, which are reset afterwards."""
 
     def switch(**switches):
         monkeypatch.setattr(cluster_kernels, "SWITCHES", switches)

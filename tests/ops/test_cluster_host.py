@@ -1,4 +1,4 @@
-"""The host's side of the cluster kernels: how small layers are cut, and which they take."""
+"""The host's side of the cluster kernels: how small layers are divided, and which are supported."""
 
 import contextlib
 import types
@@ -47,7 +47,7 @@ def test_a_cut_of_16_units_covers_the_layer_and_fits_the_card(dtype, hidden, bat
     assert (cut.units, cut.row_warps, cut.warps) == (16, 4, 8)
     assert cut.blocks * cut.units >= hidden
     assert cut.blocks <= 16
-    assert cut.threads == 384  # all warpgroups are whole: some give registers to others
+    assert cut.threads == 384  # warpgroups are complete, since some give registers to others
     for direction in ("forward", "backward"):
         assert cut.shared(direction) <= 227 * 1024
         assert cut.shared(direction) % 16 == 0
@@ -74,7 +74,7 @@ def test_blocks_of_16_units_run_in_the_types_that_ask_for_them(monkeypatch):
 
 @pytest.mark.parametrize(("hidden", "expected"), [(100, "sm_90"), (240, "sm_90a")])
 def test_how_cluster_kernels_are_compiled(monkeypatch, hidden, expected):
-    """Warps of blocks of 16 units give each other registers, as only Hopper's own code can."""
+    """Warps of blocks of 16 units give each other registers, which only code for Hopper can do."""
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "compiled", lambda *args: asked.append(args))
@@ -107,7 +107,7 @@ def test_cluster_kernels_run_where_a_cluster_fits(monkeypatch):
 
 @pytest.mark.usefixtures("hopper")
 def test_small_layers_side_by_side(monkeypatch):
-    """Clusters need not run at once, so any number of recurrences is taken as one of them is."""
+    """Clusters need not run at the same time, so if one recurrence is supported, any number is."""
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def kind(recurrences, batch=100, hidden=100):
@@ -152,7 +152,7 @@ def test_the_size_of_a_cluster(monkeypatch, at_once, expected):
 
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
-    """The cluster kernels write the gates of a unit side by side."""
+    """The cluster kernels write the gates of a unit next to each other."""
     T, B, H = 3, 4, 5
     da, weight = torch.randn(*lead, T, B, 4, H), torch.randn(*lead, 4 * H, H)
     hidden, h0 = torch.randn(*lead, T, B, H), torch.randn(*lead, B, H)
@@ -164,7 +164,7 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
     expected = backward._through_weight(given, da.flatten(-2), weight, saved)
     given.plan.by_unit = True
     found = backward._through_weight(given, turned, weight, saved)
-    saved = Saved(hidden=torch.cat([h0.unsqueeze(-3), hidden], -3))  # in one piece
+    saved = Saved(hidden=torch.cat([h0.unsqueeze(-3), hidden], -3))  # contiguous
     in_one = backward._through_weight(given, turned, weight, saved)
     (expected, of_h0), *others = expected, found, in_one
     for dweight, dh0 in others:
@@ -191,7 +191,7 @@ def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hi
     ("blocks", "refused", "at_once"), [(13, True, 0), (13, False, 26), (8, True, 16)]
 )
 def test_a_size_of_clusters_that_the_card_refuses(drive, blocks, refused, at_once):
-    """Then none of them fits, and other kernels run; 8 blocks need not be asked for."""
+    """Then none of them fits, and other kernels run; 8 blocks need not be tested."""
 
     def clusters(count, function, config):
         count._obj.value = 2

@@ -1,4 +1,4 @@
-"""The kernel that says in which steps the backward pass may take a term for constant."""
+"""The kernel that decides in which steps the backward pass may treat a term as constant."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ EPS = 0.1
 
 
 def variances(lead, steps, features, zeros, generator):
-    """Of which the first `zeros` steps are constant, and a few later ones small here and there."""
+    """Variances: the first `zeros` steps and some later values count as constant."""
     found = torch.rand(*lead, steps, features, generator=generator)
     small = torch.rand(found.shape, generator=generator) < 0.3
     found = torch.where(small, found * CONSTANT * EPS, found)

@@ -1,4 +1,4 @@
-"""Large buffers are reused, and ask for large pages; nothing depends on the answer."""
+"""Large buffers are reused and request huge pages; results do not depend on it."""
 
 import gc
 import mmap
@@ -29,7 +29,7 @@ def test_a_freed_buffer_is_used_again(pool):
     view, used = first[5:], pool.used
     assert used == pool.peak >= 2 * 3000 * 1000 * 4
     del first
-    assert pool.used == used  # the view holds it
+    assert pool.used == used  # used by the view
     third = memory.empty(3000, 1000, LIKE).fill_(2)
     assert view.sum() == 2995 * 1000
     del third, view
@@ -45,7 +45,7 @@ def test_a_freed_buffer_is_used_again(pool):
 
 
 def test_no_more_is_kept_than_was_in_use_at_once(pool):
-    for rows in range(2000, 20_000, 1500):  # too different for the last one to serve
+    for rows in range(2000, 20_000, 1500):  # too different for the previous one to fit
         memory.empty(rows, 1000, LIKE)
         assert pool.used == 0
         assert sum(map(len, pool.free)) <= pool.peak

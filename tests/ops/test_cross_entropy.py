@@ -1,4 +1,4 @@
-"""A linear layer with its cross-entropy: the GPU's kernels, and all else as it is in torch."""
+"""A linear layer with its cross-entropy: the GPU's kernels, and behaviour like torch elsewhere."""
 
 import contextlib
 
@@ -42,7 +42,7 @@ def make(rows, H, C, dtype=torch.float32, bias=True, size=1.0, seed=0):
 
 
 def differentiate(tensors, targets, reduction="mean", dloss=1.0):
-    """The loss by the GPU's kernels, and the gradients of what is there."""
+    """The loss from the GPU's kernels, and the existing gradients."""
     present = [t for t in tensors if t is not None]
     with poisoned_memory(), rbn.backend("gpu"):
         loss = linear_cross_entropy(*tensors, targets, reduction)
@@ -50,7 +50,7 @@ def differentiate(tensors, targets, reduction="mean", dloss=1.0):
 
 
 def in_double(tensors, targets, dtype, reduction, dloss):
-    """The same in float64, and how far rounding may lead from each of them.
+    """The same in float64, and a bound on the effect of rounding on each.
 
     The kernels round the gradient of the scores, and their results, to the type; all else is in
     float32, of which errors follow from the scores' own, sums of H products.
@@ -140,7 +140,7 @@ def test_extreme_scores(dtype):
 
 
 def test_a_difference_of_large_scores_is_kept():
-    """What all scores share takes no digits from the loss."""
+    """A large common offset of all scores costs the loss no digits."""
     x = torch.ones(1, 1, device=DEVICE, requires_grad=True)
     w = torch.tensor([[2.0**20], [2.0**20 + 1]], device=DEVICE, requires_grad=True)
     loss, found = differentiate([x, w, None], torch.tensor([0], device=DEVICE))
@@ -148,7 +148,7 @@ def test_a_difference_of_large_scores_is_kept():
     assert float(found[1][1]) == pytest.approx(0.7310586, rel=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
+@pytest.mark.filterwarnings("ignore:invalid value")  # from the interpreter
 def test_nan_is_passed_on():
     (x, w, b), targets = make((5,), 4, 7)
     x.data[2, 1] = torch.nan
@@ -172,7 +172,7 @@ def test_targets_that_are_no_class(wrong):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
 def test_autocast(dtype, own):
-    """The factors are rounded; parameters and their gradients keep their type."""
+    """The factors are rounded; parameters and their gradients keep their dtype."""
     tensors, targets = make((30,), 16, 27)
     x = tensors[0].detach().to(own).requires_grad_()
     with torch.autocast(DEVICE, dtype), rbn.backend("gpu"):
@@ -188,7 +188,7 @@ def test_autocast(dtype, own):
 
 
 def test_a_scaled_loss_in_half_precision():
-    """What a GradScaler multiplies with comes before the gradient is rounded, and saves it."""
+    """A GradScaler's factor is applied before the gradient is rounded, so it does not underflow."""
     tensors, targets = make((300,), 8, 50, torch.float16, size=0.1)
     compare(tensors, targets, dloss=2.0**14)
 
@@ -317,7 +317,7 @@ def test_bad_arguments(changes, error, words):
 
 
 def test_a_language_model():
-    """By the kernels as by the plain equations, up to sums of float32 in another order."""
+    """The kernels match the plain equations, up to the order of float32 sums."""
     torch.manual_seed(0)
     model = LanguageModel(rbn.LSTM(27, 6)).to(DEVICE)
     symbols, targets = (torch.randint(27, (4, 3), device=DEVICE) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the kernels in CUDA C++ find, and leave, at the addresses that they are given."""
+"""What the CUDA C++ kernels read and write at the addresses they get."""
 
 import ctypes
 import math
@@ -18,7 +18,7 @@ from rbn.ops.operator import Incoming
 
 
 class Writer:
-    """A kernel's stand-in: fills some of its results, and keeps the addresses it was given."""
+    """Stands in for a kernel: fills some of its results, and keeps the addresses it gets."""
 
     at_once, cluster, together = 1000, 0, True
 
@@ -70,7 +70,7 @@ def test_results_are_what_the_kernels_wrote(monkeypatch, family):
 
 
 class Reader:
-    """A kernel's stand-in that keeps what lies at the addresses it was given."""
+    """Stands in for a kernel and keeps what is at the addresses it gets."""
 
     at_once, cluster, together = 1000, 0, True
 
@@ -102,7 +102,7 @@ OPTIONS = ("plain", "lengths", "population", "raw output", "inputs", "shared sta
 @pytest.mark.parametrize("R", [1, 2])
 @pytest.mark.parametrize("spread", [False, True])
 def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dtype, R, spread):
-    """Of every kind of memory: of one call and of two side by side, contiguous or not."""
+    """All kinds of memory: of one call and of two side by side, contiguous or not."""
     T, B, H, full = 3, 5, 6, torch.float32
     generator = torch.Generator().manual_seed(0)
 
@@ -202,7 +202,7 @@ def term_of(a):
 
 
 class Masked:
-    """A stand-in for the grid kernels that keeps what they are told of zoneout."""
+    """Stands in for the grid kernels and keeps their zoneout arguments."""
 
     at_once, cluster, together = 1000, 0, True
 
@@ -265,6 +265,6 @@ def test_grid_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
 
 
 def shifted(value):
-    """The same numbers, one number beside where memory begins."""
+    """The same numbers, one element past the start of the memory."""
     memory = value.new_empty(value.numel() + 1)
     return memory[1:].view(value.shape).copy_(value)

@@ -1,4 +1,4 @@
-"""The host's side of the kernels in CUDA C++: how work is cut, what is compiled and kept."""
+"""The host's side of the CUDA C++ kernels: tilings, compilation and caches."""
 
 import ctypes
 
@@ -145,7 +145,7 @@ def test_code_that_others_can_write_is_not_used(shared, tmp_path, caplog):
 
 
 class Compiler:
-    """NVRTC 12.8, which may refuse all programs."""
+    """NVRTC 12.8, which may reject all programs."""
 
     def __init__(self, refuses=False):
         self.refuses = refuses
@@ -180,7 +180,7 @@ def compiler(monkeypatch):
 
 
 def test_what_to_compile_for(compiler):
-    """The card's own architecture, or the one before of its generation."""
+    """The GPU's own architecture, or the previous one of its generation."""
     compiler(Compiler())
     assert nvrtc.version() == (12, 8)
     expected = {(8, 0): "sm_80", (8, 9): "sm_86", (9, 0): "sm_90", (10, 3): "sm_100"}
@@ -194,7 +194,7 @@ def test_what_to_compile_for(compiler):
 
 
 def test_a_compiler_that_refuses_everything_is_none(compiler, caplog):
-    """Such as one whose second library is missing."""
+    """E.g. one whose second library is missing."""
     compiler(Compiler(refuses=True))
     assert not nvrtc.works((9, 0))
     assert "left out: NVRTC refused empty" in caplog.text
@@ -230,7 +230,7 @@ def test_no_compiler(monkeypatch):
 def test_moments_of_the_input_term(padded, rows):
     R, T, B, F = 2, 5, 7, 70
     torch.manual_seed(0)
-    wx = torch.randn(R, T, B, F, device=DEVICE) + 100  # a mean that one pass would not survive
+    wx = torch.randn(R, T, B, F, device=DEVICE) + 100  # too large a mean for a one-pass variance
     lengths = torch.tensor([3, 1, 4, 4, 2, 1, 3] if padded else [T] * B, device=DEVICE)
     valid = torch.arange(T, device=DEVICE)[:, None] < lengths
     mean, var = torch.full((2, R, T, F), torch.nan, device=DEVICE)
@@ -254,7 +254,7 @@ def test_moments_of_the_input_term(padded, rows):
             continue
         expected_var, expected_mean = torch.var_mean(counted, dim=1, correction=0)
         torch.testing.assert_close(mean[:, t].double(), expected_mean, rtol=1e-6, atol=0)
-        # float32 holds a deviation from 100 to 4e-6.
+        # float32 represents a deviation from 100 to within 4e-6.
         torch.testing.assert_close(var[:, t].double(), expected_var, rtol=1e-4, atol=1e-4)
 
 

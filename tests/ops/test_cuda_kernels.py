@@ -1,4 +1,4 @@
-"""The kernels in CUDA C++, on a card: what all of them have in common, and the portable ones."""
+"""The CUDA C++ kernels on a GPU: what they have in common, and the portable ones."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ pytestmark = on_a_card
 SHAPES = [(6, 5, 6), (5, 100, 100), (4, 64, 240), (3, 37, 1000), (3, 128, 56), (1, 16, 8)]
 
 
-# Every option and every shape in every type, though not all with all: each is a compilation.
+# Every option and every shape in every dtype, but not all combinations: each is a compilation.
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
@@ -60,7 +60,7 @@ def test_arguments_that_begin_anywhere(calls):
 
 
 def test_arguments_in_any_order_of_memory(calls):
-    """Kernels are given addresses: of copies, where the numbers do not lie as they read them."""
+    """Kernels get addresses: of copies if the data do not have the layout that they read."""
     case = make_case("bn_lstm", 4, 17, 50, dtype=torch.bfloat16, **calm("bn_lstm")).on("cuda")
     rows = {name: case.tensors[name][:1].expand(17, 50) for name in ("h0", "c0")}
     case = case.with_tensors(**{name: value.contiguous() for name, value in rows.items()})
@@ -82,7 +82,7 @@ def test_arguments_in_any_order_of_memory(calls):
     assert len(calls) == 4
     for one, other in zip(expected, found, strict=True):
         for name, value in one.items():
-            # The products that make these read W_h and h0 as they lie.
+            # These products read W_h and h0 in place.
             if one is expected[1] and name in ("weight_hh", "h0"):
                 error = (value - other[name]).float().norm()
                 assert error <= 4 * UNITS[torch.bfloat16] * value.float().norm(), name
@@ -93,7 +93,7 @@ def test_arguments_in_any_order_of_memory(calls):
 @pytest.mark.parametrize("shape", [(5, 16, 24), (5, 64, 240), (4, 37, 1000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_call_returned_stays(shape, dtype):
-    """Whatever memory later calls are given: nothing that is returned was handed back too soon."""
+    """Later calls get whatever memory is free: nothing that is returned was released too early."""
     case = make_case("bn_lstm", *shape, dtype=dtype, **calm("bn_lstm")).on("cuda")
     with poisoned_memory():
         found = differentiate(case, "gpu")
@@ -128,7 +128,7 @@ def test_results_of_the_operator_share_no_memory(features, dtype):
 
 
 def test_two_steps_in_triton(monkeypatch, calls):
-    """A step that is number 1 is no constant of the kernel."""
+    """A step number of 1 is not a compile-time constant of the kernel."""
     case = make_case("bn_lstm", 2, 9, 16, dtype=torch.float32, **calm("bn_lstm"))
     monkeypatch.setattr(cuda_kernels, "family", lambda term, a: None)
     found = differentiate(case.on("cuda"), "gpu")

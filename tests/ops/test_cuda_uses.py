@@ -1,4 +1,4 @@
-"""How PyTorch gets along with the kernels in CUDA C++: graphs, compilation, streams, threads."""
+"""The CUDA C++ kernels with PyTorch's features: graphs, compilation, streams, threads."""
 
 import copy
 import logging
@@ -22,7 +22,7 @@ pytestmark = on_a_card
 
 
 def test_a_thread_that_has_used_no_cuda_loads_code():
-    """It is in no context, and torch puts it into one only with the first work it gives."""
+    """A new thread has no CUDA context until torch runs work in it."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     code = nvrtc.compile_source(nvrtc.source("empty"), "empty", {}, arch)
     with ThreadPoolExecutor(1) as pool:
@@ -52,7 +52,7 @@ def test_a_graph_of_a_training_step(capture):
         assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # from the compiler
 def test_compiled_as_one_graph():
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(8, 64, max_length=12).cuda()
@@ -115,7 +115,7 @@ def test_long_sequences_in_inference():
     assert output.isfinite().all()
 
 
-# Every family of kernels: units, rows, type, and what the log calls it.
+# Every kernel family: units, rows, dtype, and its name in the log.
 FAMILIES = {
     "cluster": (100, 64, torch.float32, "in CUDA, cluster"),
     "cluster, 16 units": (240, 64, torch.bfloat16, "in CUDA, cluster"),
@@ -154,7 +154,7 @@ def test_a_graph_of_a_training_step_in_every_family(family, capture, caplog):
 @needs_hopper
 @every_family
 def test_two_streams_at_once_in_every_family(family, caplog):
-    """Launches that cannot be on the card together wait for each other, and do not mix."""
+    """Launches that do not fit on the GPU together wait for each other, and do not mix."""
     hidden, batch, dtype, words = FAMILIES[family]
     cases = [
         make_case("bn_lstm", 30, batch, hidden, fresh_seed(), dtype=dtype, **calm("bn_lstm"))
@@ -172,7 +172,7 @@ def test_two_streams_at_once_in_every_family(family, caplog):
             with torch.cuda.stream(stream):
                 together.append(differentiate(case, "gpu"))
     torch.cuda.synchronize()
-    # Products of cuBLAS may add in another order where a stream has another workspace.
+    # cuBLAS may sum in another order on a stream with another workspace.
     for one, other in zip(alone * 3, together, strict=True):
         for name, value in (one[0] | one[1]).items():
             error = (value.float() - (other[0] | other[1])[name].float()).norm()
@@ -181,7 +181,7 @@ def test_two_streams_at_once_in_every_family(family, caplog):
 
 
 def test_what_was_compiled_is_found_on_disk(tmp_path, monkeypatch):
-    """As by the next process, which compiles nothing."""
+    """As in the next process, which compiles nothing."""
     monkeypatch.setenv("RBN_CACHE", str(tmp_path))
     caches = (
         cluster_kernels.cluster_of,

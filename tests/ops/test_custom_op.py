@@ -45,7 +45,7 @@ SETS = {
         "no shifts": {"absent": ("bias", "beta_n"), "dtype": torch.bfloat16},
     },
 }
-# What opcheck does without tracing. That takes most of its time; once for each operator will do.
+# What opcheck does without tracing, which takes most of its time; once per operator is enough.
 UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
 every_call = pytest.mark.parametrize(
     ("op", "options"),
@@ -76,7 +76,7 @@ def test_backward(op, options):
     results = results_to_keep(op, getattr(torch.ops.rbn, name).default(*args))
     cotangents = [case.cotangents[k] for k in RESULTS[op]]
     if "lengths" in options:
-        cotangents[0] = None  # a loss of the final states alone
+        cotangents[0] = None  # a loss that only uses the final states
     checks = torch.library.opcheck(
         getattr(torch.ops.rbn, f"{name}_backward").default,
         (*cotangents, results, True, *args),
@@ -117,7 +117,7 @@ def test_from_an_input_and_states_for_all_rows(op, dtype):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 2), (3, 1, 2), (2, 2, 1)])
 @pytest.mark.parametrize("op", OPS)
 def test_fake_shapes_of_small_calls(op, shape):
-    """Shapes, types and strides, which opcheck compares at one size only."""
+    """Shapes, dtypes and strides, which opcheck compares at one size only."""
     T, B, _ = shape
     for lengths, training in itertools.product((None, [1] * B, [T] * B), (True, False)):
         case = make_case(op, *shape, lengths=lengths)
@@ -141,7 +141,7 @@ def test_fake_shapes_of_small_calls(op, shape):
 
 @every_call
 def test_no_result_has_undefined_elements(op, options):
-    """Those that are only saved, too: operators are compared and replayed as a whole."""
+    """Including those that are only saved: operators are compared and replayed as a whole."""
     name, args = operator_call(make_case(op, 4, 4, 3, **options), "cpu")
     operator, args = getattr(torch.ops.rbn, name).default, args._replace(save=True)
     with poisoned_memory():
@@ -170,7 +170,7 @@ def test_without_a_gradient_nothing_is_saved(op):
     ],
 )
 def test_no_argument_has_a_default(backend, names):
-    """PyTorch would leave out of a compiled call what equals it, and then miscount gradients."""
+    """PyTorch would drop a compiled call's arguments equal to a default, and miscount gradients."""
     if backend == "gpu":
         pytest.importorskip("triton", reason="the GPU's kernels need triton")
     importlib.import_module(f"rbn.ops.{backend}")

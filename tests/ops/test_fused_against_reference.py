@@ -34,7 +34,7 @@ def assert_matches_reference(case, results=RESULT_TOLERANCE, gradients=GRADIENT_
 @given(data=st.data())
 def test_any_shape_and_options(op, data):
     case = data.draw(cases(op))
-    if op == "lstm":  # nothing is divided: rounding alone, of sums of a few dozen terms
+    if op == "lstm":  # without division, only the rounding of sums of a few dozen terms remains
         assert_matches_reference(case, 64 * EPS64, 64 * EPS64)
     else:
         assert_matches_reference(case)
@@ -104,7 +104,7 @@ def test_gate_derivatives_in_blocks_of_any_size(monkeypatch, steps, lengths):
 @pytest.mark.parametrize("op", OPS)
 @given(data=st.data())
 def test_the_order_of_the_rows_does_not_matter(op, data):
-    """Rows are sorted by length inside: the user must not see it."""
+    """Rows are sorted by length internally, which users must not notice."""
     B = data.draw(st.integers(2, 6))
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=B, max_size=B))
     order = torch.tensor(data.draw(st.permutations(range(B))))

@@ -1,4 +1,4 @@
-"""Batches and layers of the LSTM on a GPU that no CUDA C++ kernel takes."""
+"""LSTM batches and layers on a GPU that no CUDA C++ kernel supports."""
 
 import copy
 import logging
@@ -31,7 +31,7 @@ def _tf32():
 
 
 def compare(case, dtype, caplog):
-    """Results, and gradients by their norm, beside the reference in float64 on the same card."""
+    """Results, and gradients by their norm, against the reference in float64 on the same GPU."""
     with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
         found = differentiate(case.to(dtype).on("cuda"), "gpu")
     assert caplog.text.count(STEPS) == 2
@@ -53,7 +53,7 @@ def test_batches_too_large_for_a_tile(shape, dtype, options, caplog):
 
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
 def test_text8_in_tf32(op, caplog, monkeypatch):
-    """As on cards that do not have the kernels with a grid of blocks."""
+    """As on GPUs without the grid kernels."""
     monkeypatch.setattr(grid_kernels, "TYPES", ())
     compare(make_case(op, 5, 128, 2000, fresh_seed(), **calm(op)), torch.float32, caplog)
 
@@ -101,7 +101,7 @@ def test_a_graph_of_a_training_step(batch):
 
 
 def test_statistics_of_a_large_batch_cost_no_more_memory_than_the_results():
-    """No gradient: the input term, the output and what one step works in."""
+    """No gradient: only the input term, the output and one step's workspace."""
     T, B, H = 50, 4000, 100
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(1, H, max_length=T).cuda()

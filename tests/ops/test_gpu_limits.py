@@ -1,4 +1,4 @@
-"""What the GPU's kernels promise besides their numbers: sizes, company on the card, words."""
+"""Other guarantees of the GPU's kernels: sizes, sharing a GPU, error messages."""
 
 import copy
 import logging
@@ -97,7 +97,7 @@ def test_a_hundred_thousand_steps_by_other_kernels(layer_class, batch, hidden, d
     with torch.no_grad():
         output, _ = layer(x)
         head, _ = layer(x[:50])
-    near = 16 * UNITS[dtype]  # the product of the input may add in another order
+    near = 16 * UNITS[dtype]  # the input's product may sum in another order
     torch.testing.assert_close(output[:50], head, rtol=0, atol=near)
     assert output.isfinite().all()
 
@@ -106,7 +106,7 @@ def test_a_hundred_thousand_steps_by_other_kernels(layer_class, batch, hidden, d
 @needs_cuda
 @pytest.mark.parametrize("hidden", [100, 101])  # in CUDA C++, in Triton
 def test_more_numbers_than_32_bits_count(hidden):
-    """The input term has 2.6e9 of them: the last steps are what they are by themselves."""
+    """The input term has 2.6e9 elements: the last steps must match a run on their own."""
     torch.manual_seed(fresh_seed())
     layer = rbn.LSTM(2, hidden).to("cuda", torch.bfloat16)
     x = torch.randn(100_000, 64, 2, device="cuda", dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def test_more_numbers_than_32_bits_count(hidden):
     with torch.no_grad():
         output, _ = layer(x)
         tail, _ = layer(x[-400:])
-    # What the state was 300 steps ago is forgotten.
+    # The state 300 steps ago has no effect.
     near = 16 * UNITS[torch.bfloat16]
     torch.testing.assert_close(output[-100:], tail[-100:], rtol=0, atol=near)
     assert output.isfinite().all()
@@ -128,10 +128,10 @@ def test_more_numbers_than_32_bits_count(hidden):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(("features", "hidden"), [(1, 24), (3, 24), (3, 300), (3, 33)])
 def test_float32_is_true_where_tf32_is_not_allowed(features, hidden, bidirectional):
-    """Of whole layers: by cuDNN's switch, which the kernels follow."""
+    """For complete layers, controlled by cuDNN's switch, which the kernels follow."""
     torch.manual_seed(fresh_seed())
     layer = rbn.BatchNormLSTM(features, hidden, eps=CALM, bidirectional=bidirectional)
-    with torch.no_grad():  # so that states are large enough for their rounding to be seen
+    with torch.no_grad():  # so that states are large enough for rounding to show
         for name, parameter in layer.named_parameters():
             if name.startswith("gamma"):
                 parameter.fill_(1.0)
@@ -163,7 +163,7 @@ def test_float32_is_true_where_tf32_is_not_allowed(features, hidden, bidirection
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("together", [2, 5])
 def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch):
-    """The directions of a layer, or models of several seeds: each has the bits it has alone."""
+    """The directions of a layer, or models of several seeds: bit for bit as when run alone."""
     launches = []
     run = cuda_kernels.launch_for
     monkeypatch.setattr(cuda_kernels, "launch_for", lambda *a: launches.append(a[0]) or run(*a))
@@ -179,18 +179,18 @@ def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch)
         for name in ("output", "h_n", "c_n"):
             assert torch.equal(results[name], found[name]), name
         for name, want in gradients.items():
-            # The product that makes weight_hh's may add in another order for several of them.
+            # weight_hh's gradient may sum in another order for several of them.
             error = (grads[name].float() - want.float()).norm() / want.float().norm()
             assert error <= (UNITS[dtype] if name in ("weight_hh", "h0") else 0), name
 
 
-# Company on the card ----------------------------------------------------------------------------
+# Sharing the GPU --------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @needs_cuda
 def test_a_launch_without_room_fails_and_the_next_one_works():
-    """All blocks must be on the card at once: more than fit are refused, not half started."""
+    """All blocks must be on the GPU at once: more than fit are rejected, not half started."""
     kernels = []
     launch = cuda_kernels.Kernel.launch
 
@@ -211,7 +211,7 @@ def test_a_launch_without_room_fails_and_the_next_one_works():
 
 
 def test_no_room_is_said_before_anything_starts(monkeypatch):
-    """The same without a card: the host knows how many blocks fit."""
+    """The same without a GPU: the host knows how many blocks fit."""
     full = types.SimpleNamespace(at_once=7, cluster=0, together=True)
     monkeypatch.setattr(portable_kernels, "kernel", lambda *arguments: full)
     monkeypatch.setattr(portable_kernels, "shared_bytes", lambda *arguments: 0)
@@ -245,7 +245,7 @@ print(sum(p.grad.double().abs().sum().item() for p in layer.parameters()))
 @needs_cuda
 @pytest.mark.parametrize("hidden", [240, 1000])
 def test_two_processes_share_the_card(hidden):
-    """Kernels whose blocks wait for each other, in processes that know nothing of each other."""
+    """Kernels whose blocks wait for each other, in independent processes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
     def start():
@@ -291,7 +291,7 @@ def test_the_triton_kernels_give_the_same_bits_every_time(dtype, monkeypatch):
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # from the compiler
 @pytest.mark.parametrize("training", [True, False])
 def test_two_directions_compiled_as_one_graph(training):
     torch.manual_seed(fresh_seed())
@@ -333,7 +333,7 @@ def test_a_graph_of_inference(layer_class):
         assert torch.equal(output, layer(x)[0])
 
 
-# Words ------------------------------------------------------------------------------------------
+# Messages ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
-"""The LSTM that the host runs step by step, a product and a kernel each, against the reference.
+"""The LSTM launched step by step, with a product and a kernel each, against the reference.
 
-On a GPU, or on the CPU by Triton's interpreter: the same code but for the matrix products.
+On a GPU, or on the CPU in Triton's interpreter: the same code except for the matrix products.
 """
 
 import copy
@@ -61,16 +61,16 @@ TILES = {"one tile": (1024, 2048, 1), "several": (1024, 16, 1), "more programs":
 
 
 def tiles(name):
-    """PortableTiling the batch and the layer so."""
+    """Use a `PortableTiling` for batch and layer."""
     sizes = zip(("_TILE", "_LARGEST", "_PROGRAMS"), TILES[name], strict=True)
     return mock.patch.multiple(step_launches, **dict(sizes))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _steps():
-    """Step by step whatever else would run, with exact products."""
+    """Step by step, whatever would run otherwise, with exact products."""
 
-    def none(term, a):  # a mock would keep what it is called with, and so all graphs
+    def none(term, a):  # a mock would keep its arguments, and so all graphs
         return None
 
     with mock.patch.object(cuda_kernels, "family", none), products(tf32=False):
@@ -103,7 +103,7 @@ def test_shapes(op, shape, name):
 
 
 def test_a_batch_beyond_the_tile_as_it_is():
-    """Rows are gone over 512 at a time, with 4 units; for the means of the input 128 at a time."""
+    """Rows are processed 512 at a time, with 4 units; for the means of the input, 128 at a time."""
     case = make_case("bn_lstm", 2, 515, 3, fresh_seed(), lengths="random", **calm("bn_lstm"))
     assert step_launches.tile_of(515, 3, 4) == (512, 4)
     compare(case)
@@ -112,7 +112,7 @@ def test_a_batch_beyond_the_tile_as_it_is():
 @pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=4)  # on a GPU a compilation each
+@settings(max_examples=4)  # on a GPU, a compilation each
 @given(data=st.data())
 def test_random_calls(op, data):
     with tiles(data.draw(st.sampled_from(list(TILES)))):
@@ -201,7 +201,7 @@ def test_a_mean_far_from_zero_takes_nothing_from_the_variance(name):
 
 @beyond_the_batch
 def test_identical_rows_have_no_variance_at_all():
-    """However large their value, which a mean meets to the last bits only."""
+    """However large their value, which a mean only approximates to the last bits."""
     case = make_case("bn_lstm", 1, 5, 3, dtype=torch.float32, absent=("gamma_x",))
     row = torch.tensor(1e4 / 3)
     same = {n: row.expand_as(case.tensors[n]).clone() for n in ("wx", "h0", "c0")}
@@ -224,7 +224,7 @@ def test_a_nan_is_seen(name):
 
 @pytest.mark.parametrize("name", ["one tile", "several"])
 def test_nothing_is_kept_without_a_gradient(name):
-    """One cell for all steps, which a step reads and writes."""
+    """One cell buffer for all steps, which each step reads and writes."""
     options = {"zoneout": (0.3, "mask"), "lengths": [4, 1, 2]}
     case = make_case("bn_lstm", 4, 3, 5, dtype=torch.float32, **calm("bn_lstm"), **options)
     with tiles(name), torch.no_grad():
@@ -235,7 +235,7 @@ def test_nothing_is_kept_without_a_gradient(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("population", [None, (2, 1, 4)])
 def test_several_recurrences_one_after_another(population):
-    """With the numbers of each alone, whatever the operator is given at once."""
+    """With the numbers of each alone, whatever else the operator gets at the same time."""
     options = calm("bn_lstm") | {"population": population, "zoneout": ("mask", 0.0)}
     made = [make_case("bn_lstm", 2, 3, 5, seed, **options).to(torch.float32) for seed in (0, 1)]
     made = [case.on(DEVICE) for case in made]
@@ -276,7 +276,7 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm", "ln_lstm", "bn_rnn", "bn_gru"])
 def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
-    """The same bits, whoever launches them, also from the second call on."""
+    """Bit for bit the same, whoever launches them, and from the second call on."""
     case = make_case(op, 6, 33, 40, fresh_seed(), dtype=dtype, **calm(op)).on(DEVICE)
     launchers, launcher = [], direct_launch.launcher
 
@@ -309,7 +309,7 @@ def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
     "layer_class", [rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 )
 def test_a_graph_of_steps(layer_class, capture):
-    """Captured steps are those of a call, and run again with what is then in memory."""
+    """Captured steps match a call, and replays use what is then in memory."""
     torch.manual_seed(0)
     layer = layer_class(8, 40).cuda()
     x = torch.randn(5, 32, 8, device="cuda")
@@ -420,7 +420,7 @@ def test_a_graph_that_is_kept_can_be_used_again(op):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 8), (7, 5, 6), (50, 100, 100), (9, 2, 33)])
 def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
-    """In the memory of W_h h, whose steps are as far apart as the layouts of the kernels say."""
+    """In the memory of W_h h, whose steps are as far apart as the kernels' layouts say."""
     T, B, H = shape
     term = torch.empty(*lead, T, B, 4 * H, dtype=dtype)
     _, kept, beyond = saved = workspace.saved_sizes(term.shape, True)
@@ -442,7 +442,7 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
 
 
 def arguments_of(op, rows=3, hidden=4, steps=5):
-    """Random ones, by name, on the device."""
+    """Random values by name, on the device."""
     gates = definition_of(op).gates
     sizes = {"wx": (steps, rows, gates * hidden), "weight_hh": (gates * hidden, hidden)}
     sizes |= {"bias": (gates * hidden,), "h0": (rows, hidden)}
@@ -480,7 +480,7 @@ def test_lengths_that_do_not_lie_side_by_side(op, dtype):
 @beyond_the_batch
 @pytest.mark.parametrize("op", EVERY_OP)
 def test_rows_without_a_step_keep_their_state(op, monkeypatch):
-    """Lengths on a card are taken at their word."""
+    """Lengths on a GPU are not checked."""
     monkeypatch.setattr("rbn.ops.definition.check_sequence_lengths", lambda *args: None)
     lengths = torch.tensor([0, 5, 2], device=DEVICE)
     found, expected = beside_the_reference(op, lengths=lengths)

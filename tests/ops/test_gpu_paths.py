@@ -1,4 +1,4 @@
-"""Which kernels the GPU's LSTM runs, how those that go step by step are cut, how they multiply."""
+"""Kernel selection of the GPU's LSTM, tilings of stepwise kernels, and product precision."""
 
 import threading
 import types
@@ -52,7 +52,7 @@ def test_products_are_as_exact_as_the_kernels(tf32, level):
 @pytest.mark.parametrize("level", ["highest", "high"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_the_weights_is_multiplied_as_the_kernels_do(tf32, level, dtype):
-    """In tf32 if the call allows it, whatever PyTorch's switch says; if not, as that says."""
+    """In tf32 if the call allows it, whatever PyTorch's switch says; otherwise that decides."""
     matmul = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision()
     call = types.SimpleNamespace(

@@ -21,7 +21,7 @@ T, B, H = 3, 5, 6
 
 
 def arguments(size=(T, B, H), dtype=torch.float32, features=None, **others):
-    """Of one call; features: of the input, which otherwise is the input term."""
+    """The plan of one call. features: of the input; None for an input term."""
     steps, rows, hidden = size
     wide = torch.zeros(4 * hidden, dtype=dtype)
     state = torch.zeros(rows, hidden, dtype=dtype)
@@ -38,7 +38,7 @@ def arguments(size=(T, B, H), dtype=torch.float32, features=None, **others):
 
 
 def plan_of(count=1, separate=False, **given):
-    """The plan of so many calls side by side."""
+    """The plan of several calls side by side."""
     return plan_for([arguments(**given) for _ in range(count)], separate)
 
 
@@ -141,7 +141,7 @@ def test_which_inputs_of_one_feature_the_kernels_take_as_they_are(count, monkeyp
     assert taken(input_stats="sequence", lengths=LENGTHS)
     assert taken(input=needs_gradient, save=False)
     assert not taken(input=needs_gradient)
-    assert not taken(separate=True)  # whose backward pass could not know
+    assert not taken(separate=True)  # its backward pass could not know
     assert not taken(features=2)
     assert not taken(features=None)
     assert not taken(gamma_x=None)
@@ -155,7 +155,7 @@ def test_which_inputs_of_one_feature_the_kernels_take_as_they_are(count, monkeyp
 
 
 def test_zoned_inputs_of_one_feature_are_multiplied(monkeypatch):
-    """Kernels with zoneout have no inputs of one feature."""
+    """Kernels with zoneout do not read inputs of one feature."""
     cut = cluster_kernels.cluster_tiling(torch.float32, B, H)
     monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.CLUSTER)
     monkeypatch.setattr(cluster_kernels, "choose", lambda term: cut)
@@ -188,7 +188,7 @@ def test_plans_are_forgotten_when_there_are_too_many(monkeypatch):
 @pytest.mark.parametrize("cut", ["counts", "polls", "grid", "no kernel"])
 @pytest.mark.parametrize("given", [{}, {"input_stats": "sequence"}, {"gamma_c": None}])
 def test_parts_of_a_workspace_lie_side_by_side(count, separate, cut, given, monkeypatch):
-    """At multiples of 16 bytes, as the kernels ask for."""
+    """At multiples of 16 bytes, as the kernels require."""
     if cut != "no kernel":
         family = cuda_kernels.GRID if cut == "grid" else cuda_kernels.PORTABLE
         found = PortableTiling(1, 1, 4, 4, registers=False, barrier=cut == "counts")
@@ -249,7 +249,7 @@ def test_parts_of_a_workspace_lie_side_by_side(count, separate, cut, given, monk
 @pytest.mark.parametrize("hidden", [6, 8])
 @pytest.mark.parametrize("given", [{}, {"lengths": LENGTHS}, {"save": False}])
 def test_compilers_are_told_the_sizes_of_all_results(dtype, features, hidden, given):
-    """Also of what is saved, in every type."""
+    """Also of saved tensors, in every dtype."""
     assert gpu.operator_for(LSTM, [arguments()]).name == "gpu_lstm"
     a = arguments((2, B, hidden), dtype, features, **given)
     on_device = [v.to(DEVICE) if isinstance(v, torch.Tensor) else v for v in a]

@@ -1,6 +1,6 @@
-"""The GPU's kernels that the host runs step by step, against the reference.
+"""The GPU's stepwise kernels against the reference.
 
-On a GPU, or on the CPU by Triton's interpreter: the same code but for the matrix products.
+On a GPU, or on the CPU in Triton's interpreter: the same code except for the matrix products.
 """
 
 import copy
@@ -79,7 +79,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _exact_products():
-    """Products in float32 as it is, not in tf32."""
+    """Exact float32 products, without tf32."""
     settings = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [setting.allow_tf32 for setting in settings]
     for setting in settings:
@@ -90,7 +90,7 @@ def _exact_products():
 
 
 def assert_equal(actual, expected):
-    """The same bits, for whatever is there."""
+    """Bit for bit the same, whatever is in memory."""
     assert actual.keys() == expected.keys()
     for name, want in expected.items():
         assert (actual[name] is None) == (want is None), name
@@ -98,7 +98,7 @@ def assert_equal(actual, expected):
 
 
 def compare(case):
-    """Results and gradients in float32 beside those of the reference in float64."""
+    """Results and gradients in float32 against those of the reference in float64."""
     found = differentiate(case.to(torch.float32).on(DEVICE), "gpu")
     expected = differentiate(case.to(torch.float32).to(torch.float64), "reference")
     results, gradients = TOLERANCES[torch.float32]
@@ -123,19 +123,19 @@ def test_shapes(op, shape):
 @pytest.mark.parametrize("op", ONE_STATE)
 @pytest.mark.parametrize("padding", ["exclude", "include"])
 def test_batches_of_several_tiles(padding, op):
-    """Rows are gone over 64 at a time."""
+    """Rows are processed 64 at a time."""
     for B in (64, 65, 150):
         compare(make_case(op, 3, B, 5, lengths="random", padding=padding, **calm(op)))
 
 
 def test_a_program_for_each_row(monkeypatch):
-    """As on a GPU; the interpreter is given several at once, to save time."""
+    """As on a GPU; in the interpreter several at once, to save time."""
     monkeypatch.setattr(ln_steps, "_TILE_INTERPRETED", 1)
     compare(make_case("ln_lstm", 2, 3, 5, lengths=[2, 1, 2], **calm("ln_lstm")))
 
 
 def test_sums_over_many_rows():
-    """Of the layer-normalized LSTM's parameters: several programs, each with several tiles."""
+    """For the layer-normalized LSTM's parameters: several programs, each with several tiles."""
     compare(make_case("ln_lstm", 5, 30, 3, lengths="random", **calm("ln_lstm")))
 
 
@@ -234,7 +234,7 @@ def test_the_same_numbers_every_time(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_nan_is_seen(op):
-    """In the rows that it concerns: its own, or all whose statistics it is part of."""
+    """NaN only affects its own row, or all rows whose statistics include it."""
     for options in ({}, {"nonlinearity": "relu"} if op == "bn_rnn" else {}):
         case = make_case(op, 3, 4, 5, dtype=torch.float32, **options)
         wx = case.tensors["wx"].clone()
@@ -296,9 +296,9 @@ def test_the_log_says_that_the_kernels_ran(op, caplog):
     ] * 2
 
 
-# What opcheck does without tracing. That takes most of its time; once for each operator will do.
+# What opcheck does without tracing, which takes most of its time; once per operator is enough.
 UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
-# Of two steps: PyTorch runs each a dozen times.
+# Two steps only: PyTorch runs each a dozen times.
 CHECKED = [("ln_lstm", {}), ("ln_lstm", {"lengths": [2, 1, 2], "zoneout": (0.2, "mask")})]
 for op in ONE_STATE:
     CHECKED += [

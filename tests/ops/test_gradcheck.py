@@ -1,4 +1,4 @@
-"""The hand-derived backward passes against finite differences."""
+"""The hand-written backward passes against finite differences."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ SETS = {
 
 
 def function_of_tensors(case, backend):
-    """A function of the present arguments that gives the differentiable results, for gradcheck."""
+    """A function of the present arguments that returns differentiable results, for gradcheck."""
     names = list(case.present())
 
     def function(*values):
@@ -74,9 +74,9 @@ def function_of_tensors(case, backend):
     [pytest.param(op, SETS[op][name], id=f"{op}: {name}") for op in OPS for name in SETS[op]],
 )
 def test_gradients(op, options):
-    # Differences of step 1e-6 have an error of (1e-6)^2 times third derivatives, which an eps as
-    # large as this keeps moderate, and of 1e-16 / 1e-6 from rounding. gradcheck's own tolerance of
-    # 1e-5 has room for both.
+    # Differences with step 1e-6 have errors of (1e-6)^2 times third derivatives, which a large
+    # eps keeps moderate, and of 1e-16 / 1e-6 from rounding. gradcheck's default tolerance of 1e-5
+    # covers both.
     if op != "lstm":
         options = {"eps": 1e-2} | options
     function, inputs = function_of_tensors(make_case(op, 3, 3, 2, seed=1, **options), "cpu")

@@ -1,4 +1,4 @@
-"""The grid kernels, for wide layers, on a card: blocks of 128 and 64 rows, zoneout, no splits."""
+"""The grid kernels, for wide layers, on a GPU: blocks of 128 and 64 rows, zoneout, no splits."""
 
 import copy
 import dataclasses
@@ -41,13 +41,13 @@ pytestmark = [*on_a_card, needs_hopper]
 
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
-    """No batch of up to 128 rows is split, though there be room."""
+    """Batches of up to 128 rows are not split, even if there is room."""
     monkeypatch.setattr(grid_kernels, "UNSPLIT", 128)
 
 
 @pytest.fixture
 def grid(monkeypatch, in_memory):
-    """Small layers, too, run the grid kernels."""
+    """Small layers also run the grid kernels."""
     monkeypatch.setattr(portable_kernels, "fits", lambda term: False)
 
 
@@ -103,7 +103,7 @@ def test_blocks_of_64_rows_against_the_reference(op, name, shape, dtype, calls):
 
 @pytest.fixture
 def with_switch(monkeypatch):
-    """What compiles the kernels with a name of trials from now on."""
+    """Compiles the kernels with a test macro from now on."""
 
     def switch(name, value):
         defines, more = cuda_kernels.defines, ((name, value),)
@@ -119,7 +119,7 @@ def with_switch(monkeypatch):
 )
 @pytest.mark.usefixtures("rows_64")
 def test_any_block_may_be_late(batch, dtype, block, place, with_switch, calls):
-    """As when others use the card. Of 52 units four blocks have some, the team's others none."""
+    """As when others use the GPU. Four blocks have some of the 52 units, the team's others none."""
     with_switch("LATE", 4 * block + place)
     compare("bn_lstm", (9, batch, 52), dtype, {})
     assert calls == ["forward", "backward"]
@@ -128,7 +128,7 @@ def test_any_block_may_be_late(batch, dtype, block, place, with_switch, calls):
 @pytest.mark.parametrize("batch", [100, 64])
 @pytest.mark.usefixtures("rows_64")
 def test_barriers_at_which_all_wait(batch, with_switch, few_weights):
-    """They are for racecheck, and with weights that come again there are most of them."""
+    """These are for racecheck, and there are most of them if weights are read again."""
     with_switch("ALL_WAIT", 1)
     few_weights(8)
     compare("bn_lstm", (5, batch, 488), torch.bfloat16, OPTIONS["lengths"])
@@ -152,7 +152,7 @@ def test_two_recurrences_in_blocks_of_64_rows(dtype):
 
 @pytest.fixture
 def few_weights(monkeypatch):
-    """Makes most weights of 488 units be read again in each step, as in a layer of 2000 units."""
+    """Reads most weights of 488 units again in each step, as in a layer of 2000 units."""
     limit = 62 * 1024
 
     def limited(team):
@@ -192,7 +192,7 @@ ZONEOUT = {
 
 @pytest.fixture
 def zoned(record_runs):
-    """Zoned calls run the grid kernels; the directions in which they did."""
+    """Calls with zoneout run the grid kernels; records the directions."""
     return record_runs("grid")
 
 
@@ -207,7 +207,7 @@ def zoned(record_runs):
     ],
 )
 def test_zoneout_against_the_reference(op, name, shape, dtype, zoned):
-    """Small layers, too: no other kernels in CUDA C++ have zoneout."""
+    """Small layers also: no other CUDA C++ kernels support zoneout."""
     compare(op, shape, dtype, ZONEOUT[name])
     assert zoned == ["forward", "backward"]
 
@@ -241,7 +241,7 @@ def test_zoned_layers_give_the_same_bits_every_time(shape, dtype, zoned):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_zoned_layer_in_inference(bidirectional, zoned):
-    """Both directions at once, too."""
+    """Also both directions at once."""
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(
         20, 500, zoneout=(0.5, 0.05), bidirectional=bidirectional, refresh_stats=False
@@ -261,7 +261,7 @@ def test_a_zoned_layer_in_inference(bidirectional, zoned):
 
 
 def scaled(by, only=None, rows=slice(None)):
-    """Makes a call's cotangents so many times as large, and keeps those of one step alone."""
+    """Scales a call's cotangents, and keeps those of one step only."""
 
     def change(case):
         found = {name: value.clone() for name, value in case.cotangents.items()}
@@ -303,7 +303,7 @@ def test_numbers_of_any_size_in_float32(name, shape, calls):
 
 @pytest.mark.usefixtures("rows_64")
 def test_rows_without_gradients_get_none(calls):
-    """Though they are scaled with others, and sums of nothing say of which step they are."""
+    """Although they are scaled with others, and sums of zeros do not identify their step."""
     case = make_case("lstm", 5, 17, 52, fresh_seed(), dtype=torch.float32)
     case = scaled(0, rows=slice(5, 9))(case)
     found = differentiate(case.on("cuda"), "gpu")
@@ -316,7 +316,7 @@ def test_rows_without_gradients_get_none(calls):
 @pytest.mark.parametrize("zoneout", [(0.0, "mask"), (0.0, 0.3)])
 @pytest.mark.usefixtures("rows_64")
 def test_a_large_first_state_that_units_keep(zoneout, zoned):
-    """It is passed on by what every step passes on."""
+    """It is passed on with what every step passes on."""
     case = make_case("bn_lstm", 5, 17, 52, fresh_seed(), dtype=torch.float32, zoneout=zoneout)
     case = times("h0", 1000)(case)
     with torch.no_grad():
@@ -364,7 +364,7 @@ def test_what_is_not_finite_shows_in_float32(op, name, at, value, calls):
 
 @pytest.mark.usefixtures("rows_64")
 def test_full_float32_does_not_run_here(zoned):
-    """Where tf32 is not allowed."""
+    """If tf32 is not allowed."""
     case = make_case("bn_lstm", 4, 17, 52, fresh_seed(), dtype=torch.float32, **calm("bn_lstm"))
     with products(tf32=False):
         found = differentiate(case.on("cuda"), "gpu")

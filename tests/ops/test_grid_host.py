@@ -1,4 +1,4 @@
-"""The host's side of the grid kernels: how wide layers are cut, and which they take."""
+"""The host's side of the grid kernels: how wide layers are divided, and which are supported."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import driver
 
-HOST = torch.device("cpu")  # where no cluster kernels run
+HOST = torch.device("cpu")  # without cluster kernels
 
 
 @pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
@@ -31,20 +31,20 @@ def test_a_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows, lim
         cut = grid_kernels.grid_tiling(direction, hidden, team, limit, rows)
         full = grid_kernels.grid_tiling(direction, hidden, team, limit, rows, half=False)
         assert full == (cut and dataclasses.replace(cut, half=False))
-        if cut is None:  # not even by reading everything twice
+        if cut is None:  # not even if everything is read twice
             assert limit < 227 * 1024
             continue
         assert cut.shared <= limit
-        assert cut.resident >= 3  # the second groups are asked for while two of them are used
+        assert cut.resident >= 3  # the second groups are prefetched while two of them are used
         assert cut.slice % 4 == 0  # two groups at a time, and parts of the same size
         assert cut.blocks % team == 0
         assert cut.blocks * grid_kernels.UNITS >= hidden
-        assert cut.second <= cut.first  # the slots are as many as the first need
+        assert cut.second <= cut.first  # there are as many slots as the first groups need
         pieces = -(-hidden // grid_kernels.UNITS) * (1 if direction == "forward" else 4)
         assert 2 * cut.slice * team >= pieces
         assert pieces * 16 * 2 * rows <= cut.passed
         assert (full.shared, full.spilled) == (cut.shared, cut.spilled)  # of 16 bits either way
-        powers = -(-hidden // grid_kernels.UNITS) * rows // 16  # one for each block and warp
+        powers = -(-hidden // grid_kernels.UNITS) * rows // 16  # one per block and warp
         scaled = direction == "backward"
         assert full.passed >= cut.passed + (4 * powers if scaled else 0)
         assert scaled or full.passed == cut.passed
@@ -70,7 +70,7 @@ def test_which_layers_prefer_the_grid(monkeypatch):
     assert kind(128, 2000) == (GRID, 128)  # text8's
     assert kind(33, 264) == (GRID, 64)
     assert kind(65, 264) == kind(128, 136) == kind(128, 960) == (GRID, 64)  # two splits
-    assert kind(128, 1024) == (GRID, 128)  # no room for them
+    assert kind(128, 1024) == (GRID, 128)  # not enough room
     assert kind(32, 264) == kind(1, 1000) == (PORTABLE, 64)  # few rows
     assert kind(16, 1000) == kind(32, 512) == (GRID, 64)
     assert kind(15, 1000) == kind(31, 512) == kind(16, 768) == (PORTABLE, 64)
@@ -78,7 +78,7 @@ def test_which_layers_prefer_the_grid(monkeypatch):
     assert (
         kind(15, 768, dtype=torch.float32) == kind(31, 512, dtype=torch.float32) == (PORTABLE, 64)
     )
-    assert kind(1, 2000) == (GRID, 64)  # no other has room
+    assert kind(1, 2000) == (GRID, 64)  # no others have room
     assert kind(64, 240) == (PORTABLE, 128)
     assert kind(65, 132) == (PORTABLE, 64)
     monkeypatch.setattr(grid_kernels, "PREFERRED", {})
@@ -108,7 +108,7 @@ def test_which_layers_prefer_the_grid(monkeypatch):
 
 
 def zoned_call(batch, hidden, dtype=torch.bfloat16, **options):
-    """What the choice of kernels looks at, of a call on a card: the input term and the options."""
+    """The inputs of kernel selection, for a call on a GPU: the input term and the options."""
     fields = dict.fromkeys(LSTM.tensors) | {"tf32": True} | options
     term = Term((5, batch, 4 * hidden), dtype, torch.device("cuda", 0))
     return term, LSTMArguments(**fields)
@@ -131,7 +131,7 @@ def test_which_zoned_calls_run_on_the_grid(zoneout, monkeypatch):
         return cuda_kernels.family(term, a) == GRID
 
     sizes = ((64, 1000), (128, 2000), (100, 100), (16, 512), (64, 240))
-    # Also where small layers or few rows have other kernels, without zoneout.
+    # Also where small layers or few rows use other kernels without zoneout.
     assert all(runs(*size) for size in sizes)
     assert cuda_kernels.family(*zoned_call(100, 100)) == CLUSTER
     assert all(runs(*size, dtype=torch.float32) for size in sizes)
@@ -188,25 +188,25 @@ def test_which_layers_the_grid_takes(monkeypatch):
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
-    """Pieces beyond the last unit, counters, and the sums, whose last bit says when they came."""
+    """Pieces beyond the last unit, counters, and the sums, whose last bit marks their arrival."""
     team = grid_kernels.TEAMS[direction][0]
     cut = grid_kernels.grid_tiling(direction, 72, team, 227 * 1024, rows, half)
     sizes = grid_kernels.zeroed(cut, 2)
     pieces = sizes["passed"] // (2 * 2 * 2 * rows * 16)  # of two recurrences, for two steps
     assert pieces >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
-    if direction == "backward":  # 8 blocks, from 7 others each a word of 16 bytes for every thread
+    if direction == "backward":  # 8 blocks; each gets 16 bytes per thread from 7 others
         powers = 0 if half else 2 * 8 * rows // 16  # of each block's warps
         assert sizes["handed"] == 2 * 8 * 7 * 2 * rows * 16 + 4 * powers
     assert set(sizes) == {"passed", "barriers", *(["handed"] if direction == "backward" else [])}
     assert all(size % 16 == 0 for size in sizes.values())
 
 
-# Split batches --------------------------------------------------------------------
+# Split batches ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("hopper")
 def test_which_batches_are_split(monkeypatch):
-    """Where the card has room for all clusters, 60 of 2 blocks, 30 of 4, 15 of 8."""
+    """If the GPU has room for all clusters: 60 of 2 blocks, 30 of 4, 15 of 8."""
 
     def cuts(batch, hidden, recurrences=1, dtype=torch.bfloat16):
         term = Term((recurrences, 1, batch, 4 * hidden), dtype, HOST)
@@ -246,7 +246,7 @@ def test_which_batches_are_split(monkeypatch):
 @pytest.mark.parametrize("splits", [2, 3, 8])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_splits_have_for_themselves(direction, splits):
-    """All that blocks pass to each other, and memory for the sums that they send."""
+    """Everything that blocks pass to each other, and memory for the sums they send."""
     team, limit = grid_kernels.TEAMS[direction][0], 227 * 1024
     one = grid_kernels.grid_tiling(direction, 200, team, limit)
     cut = grid_kernels.grid_tiling(direction, 200, team, limit, splits=splits)
@@ -262,7 +262,7 @@ def test_what_splits_have_for_themselves(direction, splits):
 
 
 def test_how_many_clusters_the_card_has_room_for(drive, monkeypatch):
-    """Asked for with a kernel that takes a multiprocessor for each block, and with its grid."""
+    """Queried with a kernel that takes one multiprocessor per block, and with its grid."""
     asked = []
 
     def clusters(count, function, config):

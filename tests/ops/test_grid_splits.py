@@ -1,4 +1,4 @@
-"""Batches of more rows than 64 in the grid kernels, on a card: splits of 64 and 128 rows."""
+"""Batches of more than 64 rows in the grid kernels, on a GPU: splits of 64 and 128 rows."""
 
 import copy
 import math
@@ -37,7 +37,7 @@ def launched(record_runs):
 
 @pytest.fixture(params=[64, 128])
 def rows(request, monkeypatch):
-    """Of splits. Where there is room for those of 64 rows, others do not run otherwise."""
+    """Splits of 128 rows, which otherwise do not run if there is room for splits of 64 rows."""
     monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (request.param,))
     return request.param
 
@@ -75,7 +75,7 @@ def test_split_batches_against_the_reference(op, batch, hidden, splits, dtype, l
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
 def test_directions_split_differently(op, dtype, launched):
-    """Backward there is room for fewer blocks, since they are whole teams."""
+    """Backward there is room for fewer blocks, because they are complete teams."""
     compare(op, (3, 256, 480), dtype, {})
     assert launched == [("forward", 4), ("backward", 2)]
 
@@ -86,7 +86,7 @@ def test_directions_split_differently(op, dtype, launched):
 @pytest.mark.parametrize(
     ("batch", "hidden", "splits"),
     [
-        (129, 20, 2),  # one row more than a block has
+        (129, 20, 2),  # one row more than fits into a block
         (200, 60, 2),
         (256, 100, 2),
         (300, 52, 3),
@@ -125,7 +125,7 @@ def test_zoneout_of_split_batches(name, dtype, rows, launched):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
 def test_steps_at_which_some_splits_have_no_row(op, dtype, rows, launched):
-    """The first, then the others, then all: a batch whose last step has no row at all."""
+    """First one, then the others, then all: a batch whose last step has no row at all."""
     for lengths in ([1] * 112 + [4] * 88, [4] * 112 + [2] * 88, [3] * 200):
         compare(op, (4, 200, 52), dtype, {"lengths": lengths})
     assert launched == both(-(-200 // rows)) * 3

@@ -65,7 +65,7 @@ def test_nonlinearities_pass_nan_on_and_saturate():
 def inputs(
     seed, T, B, H, *, norm="batch", padded=False, population=0, sequence=False, absent=(), save=True
 ):
-    """Arguments of the operator in float32; population: rows of given statistics, 0 for none."""
+    """Arguments of the operator in float32. population: rows of given statistics, 0 for none."""
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
@@ -97,17 +97,17 @@ def inputs(
 
 
 def forward(module, a):
-    """All that a forward pass returns, by name."""
+    """Everything that a forward pass returns, by name."""
     output, (h_n, c_n), saved = module.forward(a)
-    # The first result is saved, too, where it holds the states.
+    # The first result is also saved if it holds the states.
     return saved._asdict() | {"output": output, "h_n": h_n, "c_n": c_n}, saved
 
 
 def close(found, expected):
-    """Both compute in float32, in another order.
+    """Both compute in float32, with another order of operations.
 
-    Sums over rows and steps cancel, so what is left of them carries the roundings of the largest
-    terms: a thousand of those is 1e-4.
+    Sums over rows and steps cancel, so their remainders carry the roundings of the largest terms: a
+    thousand of those is 1e-4.
     """
     assert found.keys() == expected.keys()
     scale = max([1.0, *(b.abs().max().item() for b in expected.values() if b is not None)])
@@ -140,7 +140,7 @@ def test_forward_and_backward(
 ):
     module = compiled(norm)
     if norm == "layer":
-        hidden, absent = max(hidden, 3), absent - {"gamma_c"}  # of two units, signs alone are left
+        hidden, absent = max(hidden, 3), absent - {"gamma_c"}  # with two units, only signs are left
     options = {"norm": norm, "padded": padded, "absent": tuple(absent)}
     if norm == "batch":
         options |= {"population": population, "sequence": sequence}
@@ -155,19 +155,19 @@ def test_forward_and_backward(
     cotangents = [torch.randn_like(found[name]) for name in names]
     for given_ in itertools.islice(itertools.product((True, False), repeat=3), 7):
         some = [c if use else None for c, use in zip(cotangents, given_, strict=True)]
-        # From the same saved values, whichever of the two made them.
+        # From the same saved values, whichever of the two computed them.
         close(module.backward(a, saved, *some), fused_lstm.backward(a, saved, *some))
 
 
 @needs_kernel
 @pytest.mark.parametrize("norm", ["batch", "none", "layer"])
-@pytest.mark.parametrize("batch", [1, 6, 300])  # more rows than a thread has room for
+@pytest.mark.parametrize("batch", [1, 6, 300])  # more rows than a thread's buffer has
 @pytest.mark.parametrize("hidden", [1, 2, 3, 5, 7, 8, 12, 17, 20, 31, 100])
 def test_units_that_fill_no_register(hidden, batch, norm):
     module = compiled(norm)
     hidden += 2 * (norm == "layer" and hidden < 3)  # layer norm leaves only signs of two units
     a = inputs(hidden, 2, batch, hidden, norm=norm)
-    if batch == 1 and norm == "batch":  # a variance of zero would only show roundings
+    if batch == 1 and norm == "batch":  # a variance of zero would only show rounding errors
         a = inputs(hidden, 2, batch, hidden, population=2)
     before = torch.get_num_threads()
     try:
@@ -220,7 +220,7 @@ def test_nan_stays_in_its_row_with_layer_norm():
 @needs_kernel
 @pytest.mark.parametrize("hidden", [1, 20])
 def test_layer_norm_of_equal_features(hidden):
-    """A variance of zero: the terms are 0, and no gradient passes through them."""
+    """With a variance of zero, terms are 0 and pass no gradient."""
     module = compiled("layer")
     a = inputs(0, 1, 5, hidden, norm="layer", absent=("bias",))
     a = a._replace(
@@ -238,7 +238,7 @@ def test_layer_norm_of_equal_features(hidden):
 @needs_kernel
 @pytest.mark.parametrize("threads", [1, 2, 3, 5, 40])
 def test_rows_of_layer_norm_are_shared_out_by_their_lengths(threads):
-    """Every row belongs to one thread, also where a few long rows are most of the work."""
+    """Every row belongs to one thread, even if a few long rows are most of the work."""
     module = compiled("layer")
     a = inputs(0, 9, 30, 70, norm="layer")
     a = a._replace(lengths=torch.tensor([9, 1, 1, 2, 9, 1] * 5))
@@ -255,7 +255,7 @@ def test_rows_of_layer_norm_are_shared_out_by_their_lengths(threads):
 
 @pytest.fixture
 def use_version():
-    """Choose the kernel's instruction set, the widest first; the last has no products."""
+    """Select the kernel's instruction set, widest first; the last one has no products."""
     library = compiled_lstm.load()
 
     def use(index):
@@ -270,7 +270,7 @@ def use_version():
 @pytest.mark.parametrize("norm", ["batch", "none", "layer"])
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_every_instruction_set(version, norm, use_version):
-    """Odd sizes, rows that fill no tile of a product, sequences that end."""
+    """Odd sizes, rows that do not fill a tile of a product, sequences that end early."""
     use_version(version)
     module = compiled(norm)
     for batch in (2, 3, 4, 5, 7, 13):
@@ -317,7 +317,7 @@ def test_the_number_of_threads_changes_no_bit(norm):
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             output, _, saved = module.forward(a)
-            # The products of torch may differ with the threads: give all the same saved values.
+            # torch's products may depend on the threads, so use the same saved values for all.
             first = results[0][2] if results else saved
             grads = module.backward(a, first, output, None, None)
             results.append((grads, output, saved))
@@ -333,7 +333,7 @@ def test_the_number_of_threads_changes_no_bit(norm):
 
 @needs_kernel
 def test_a_large_batch_loses_no_digits():
-    """Sums over rows go on in double: 20,000 rows around 100 keep their variance."""
+    """Sums over rows continue in double: 20,000 rows around 100 keep their variance."""
     a = inputs(0, 1, 20_000, 4)
     a = a._replace(input=a.input + 100)
     _, _, r = compiled_lstm.forward(a)

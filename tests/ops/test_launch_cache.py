@@ -1,4 +1,4 @@
-"""Launches of a compiled kernel again, with other numbers or other tensors."""
+"""Repeated launches of a compiled kernel, with other numbers or other tensors."""
 
 import ctypes
 import types
@@ -14,7 +14,7 @@ from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch, launch_cached
 
 
 class Compiled:
-    """What Triton gives for a launch: it can be launched again, by `compiled[grid](...)`."""
+    """Stands in for Triton's launch object: can be launched again by `compiled[grid](...)`."""
 
     packed_metadata = ()
 
@@ -54,7 +54,7 @@ def test_triton_looks_at_the_first_launch_alone(takes_all, monkeypatch):
     rest = (8, True) if takes_all else ()
     addresses = (a.data_ptr(), b.data_ptr())
     assert kernel.compiled.calls == [((7, 1, 1), (*addresses, t, 0.5, *rest)) for t in (1, 2)]
-    RepeatedLaunch(kernel, (7,), [b, a], flags)(0, 0.5)  # not in a call of the same kind either
+    RepeatedLaunch(kernel, (7,), [b, a], flags)(0, 0.5)  # also not in a call of another kind
     assert len(kernel.calls) == 1
     assert kernel.compiled.calls[2][1][:3] == (*addresses[::-1], 0)
 
@@ -86,7 +86,7 @@ def test_the_interpreter_compiles_nothing():
 
 
 class Driver:
-    """The CUDA driver: how large the parameters of a kernel are, and what it was launched with."""
+    """Stands in for the CUDA driver: knows a kernel's parameter size, and records launches."""
 
     def __init__(self, sizes):
         self.sizes, self.launches = sizes, []
@@ -111,7 +111,7 @@ class Driver:
 
 
 class Loaded(Compiled):
-    """What Triton gives for a launch, with all that the driver needs to launch it."""
+    """Stands in for Triton's launch object, with everything that the driver needs to launch it."""
 
     def __init__(self, **metadata):
         super().__init__()
@@ -130,7 +130,7 @@ def stream(monkeypatch):
 
 
 @pytest.mark.usefixtures("stream")
-@pytest.mark.parametrize("scratch", [0, 1, 2])  # pointers that versions of Triton add
+@pytest.mark.parametrize("scratch", [0, 1, 2])  # pointers that some versions of Triton add
 def test_the_driver_launches_the_other_steps(scratch, monkeypatch):
     cuda = Driver([8, 8, 4, 4, *[8] * scratch])
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
@@ -195,7 +195,7 @@ def test_whoever_hooks_into_launches_is_heard(monkeypatch):
     assert not direct_launch._hooked(None)
     hooks.launch_enter_hook.calls.append(print)
     assert direct_launch._hooked(None)
-    hooks.launch_enter_hook = print  # of other versions
+    hooks.launch_enter_hook = print  # in other versions
     assert direct_launch._hooked(None)
     monkeypatch.delattr(triton, "knobs")
     assert not direct_launch._hooked(Compiled())
@@ -204,7 +204,7 @@ def test_whoever_hooks_into_launches_is_heard(monkeypatch):
 
 
 def test_one_launch_of_many_calls():
-    """Triton looks again only where something other than addresses differs, or some are odd."""
+    """Triton is only called again if something other than addresses differs, or some are odd."""
     kernel = Kernel(Compiled())
     memory, asked = torch.zeros(16), []
 

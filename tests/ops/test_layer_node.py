@@ -1,4 +1,4 @@
-"""A layer's call on the GPU as one node of autograd, against the same in several."""
+"""A layer's call on the GPU as one autograd node, against the same in several nodes."""
 
 import copy
 import importlib
@@ -24,7 +24,7 @@ LENGTHS = [3, 1, 2, 3]
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """How many directions each node had; several are one node under Triton's interpreter too."""
+    """How many directions each node had; Triton's interpreter also runs several in one."""
     found = []
     implementation = gpu._LSTM.implementation
 
@@ -40,7 +40,7 @@ def nodes(monkeypatch):
 
 
 def run_in_several_nodes(definition, calls, group):
-    """The input terms and states for all rows are made by PyTorch, outside of the operator."""
+    """PyTorch computes the input terms and states for all rows, outside the operator."""
     parts = []
     for a in calls:
         rows = a.input.shape[1], a.weight_hh.shape[1]
@@ -61,7 +61,7 @@ def made(layer_class=rbn.BatchNormLSTM, dtype=torch.float32, **options):
 
 
 def results(layer, x, hx=None, lengths=None):
-    """All that a call gives, with gradients and statistics, by name."""
+    """Everything that a call returns, with gradients and statistics, by name."""
     torch.manual_seed(1)
     output, states = layer(x, hx, lengths)
     torch.manual_seed(2)
@@ -96,7 +96,7 @@ OPTIONS = {
         (name, given, (i + j) % 2 == 0)  # each option and each argument with both
         for i, name in enumerate(OPTIONS)
         for j, given in enumerate(("nothing", "lengths", "states"))
-        # In the interpreter, which takes long, options other than none have one argument each.
+        # In the interpreter, which is slow, options other than none have one argument each.
         if DEVICE == "cuda" or name in ("plain", "baseline") or i % 3 == j
     ],
 )
@@ -118,7 +118,7 @@ def test_same_numbers_as_in_several_nodes(name, given, bidirectional, nodes, mon
         if not one_node:
             monkeypatch.setattr(rbn.nn.recurrence, "run", run_in_several_nodes)
         found.append(results(own, x, hx, LENGTHS if given == "lengths" else None))
-    # On a card the CUDA C++ kernels run side by side, which do not have this ablation.
+    # On a GPU, the CUDA C++ kernels, which lack this ablation, run side by side.
     alone = DEVICE == "cuda" and name == "joint terms"
     assert nodes == ([1] * directions if alone else [directions]) * 2
     one, several = found
@@ -127,7 +127,7 @@ def test_same_numbers_as_in_several_nodes(name, given, bidirectional, nodes, mon
         if value is None or want is None:
             assert value is want, name
         elif DEVICE == "cuda" and name.startswith(("h0", "c0")):
-            # One node sums the rows before it rounds, several round each row first.
+            # One node sums the rows before rounding, several round each row first.
             limit = float(want.abs().max()) * 8 * torch.finfo(dtype).eps
             torch.testing.assert_close(value, want, rtol=0, atol=limit, msg=name)
         else:

@@ -1,4 +1,4 @@
-"""The layer-normalized LSTM in one launch, in CUDA C++: on a GPU, or emulated on the CPU."""
+"""The layer-normalized LSTM in one CUDA C++ launch: on a GPU, or emulated on the CPU."""
 
 import copy
 
@@ -25,7 +25,7 @@ from rbn.ops.gpu.ln_lstm.ln_single import Tiling
 
 KB = 1024
 FLOAT, HALF = torch.float32, torch.bfloat16
-# Each way to divide the work, with sizes that do not divide evenly.
+# Each tiling, with sizes that do not divide evenly.
 TILINGS = {
     "one block": (HALF, (4, 11, 10), Tiling(1, 16)),
     "one block, float32": (FLOAT, (4, 7, 9), Tiling(1, 16)),
@@ -150,7 +150,7 @@ def test_emulated_float32_of_any_size(scale, emulate):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("units", [10, 9])
 def test_emulated_layer(units, emulate):
-    """With an input term of its own and a learned state; called, and as a custom operator."""
+    """With a separate input term and a learned state; called directly, and as a custom operator."""
     launches = emulate(Tiling(2, 8))
     torch.manual_seed(0)
     layer = rbn.LayerNormLSTM(3, units, eps=CALM).to(HALF)
@@ -211,7 +211,7 @@ def test_emulated_padding_is_never_used(emulate):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_emulated_zero_variance(dtype, emulate):
-    """W_h h is zero, and so are the cells of one row: eps alone keeps these finite."""
+    """W_h h is zero, and so are the cells of one row: only eps keeps these finite."""
     emulate(Tiling(2, 8))
     case = make_case("ln_lstm", 3, 4, 10, **calm("ln_lstm"))
     weight, c0 = torch.zeros_like(case.tensors["weight_hh"]), case.tensors["c0"].clone()
@@ -251,7 +251,7 @@ def test_true_float32_runs_step_by_step(emulate):
     assert not launches
 
 
-# How the work is divided -------------------------------------------------------------------------
+# Tilings -----------------------------------------------------------------------------------------
 
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}  # clusters on an H200
 
@@ -300,10 +300,10 @@ def check_tiling(found, dtype, hidden, batch):
         (64, 512, (8, 1)),  # eight clusters of 16 blocks would not run at once
         (1000, 100, (1, 1)),
         (256, 256, (4, 2)),
-        (1000, 512, None),  # too many turns
+        (1000, 512, None),  # too many waves
         (56, 1000, (16, 1)),  # weights do not fit on the chip: some come from L2
         (64, 1000, (16, 2)),
-        (130, 1000, None),  # not in one turn
+        (130, 1000, None),  # more than one wave
         (128, 2000, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""The GPU's step of an LSTM cell beside PyTorch's operators in float64."""
+"""The GPU's step of an LSTM cell against PyTorch's operators in float64."""
 
 import itertools
 
@@ -52,7 +52,7 @@ SIZES = [(1, 1, True), (1, 9, True), (3, 5, True), (3, 5, False)]
 
 
 @pytest.mark.parametrize(
-    ("B", "H", "multiplies", "tile"),  # several small tiles, or as users get them
+    ("B", "H", "multiplies", "tile"),  # several small tiles, or the default
     [*((*size, tile) for size in SIZES for tile in (4, None)), (2, 130, False, None)],
 )
 @pytest.mark.parametrize("absent", ABSENT)

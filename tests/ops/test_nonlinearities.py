@@ -1,4 +1,4 @@
-"""tanh and sigmoid of the GPU's kernels: right relative to their value, however small it is."""
+"""tanh and sigmoid of the GPU's kernels: relative errors are small, however small the value."""
 
 import ctypes
 from pathlib import Path
@@ -20,7 +20,7 @@ from rbn.ops.gpu.runtime.triton_functions import sigmoid, tanh
 BLOCK = 1024
 MACROS = {"H": 8, "MT": 1, "MW": 1, "KS": 1, "CHUNK": 1, "REGISTERS": 1, "BARRIER": 0}
 MACROS |= dict.fromkeys(("BIAS", "MODE_X", "MODE_H", "MODE_C"), 1)
-EXACT, APPROXIMATE = 1e-6, 2**-10  # the card's tanh has an error of 2^-11
+EXACT, APPROXIMATE = 1e-6, 2**-10  # the hardware tanh has an error of 2^-11
 
 
 class Values(ctypes.Structure):
@@ -38,7 +38,7 @@ def both(x, y, z, BLOCK: tl.constexpr):
 
 
 def numbers():
-    """Of every size and sign, more of them where the ways to compute tanh meet."""
+    """Of every size and sign, with more where the two computations of tanh meet."""
     sizes = torch.cat([torch.logspace(-30, 2, 60 * BLOCK), torch.linspace(0.3, 0.5, 4 * BLOCK)])
     return torch.cat([sizes, -sizes])
 
@@ -54,7 +54,7 @@ def check(x, found_tanh, found_sigmoid, unit):
 
 
 def check_limits(tanh, sigmoid):
-    """Of 0, infinity, minus infinity, NaN."""
+    """The values at 0, infinity, minus infinity, NaN."""
     assert tanh[:3].tolist() == [0, 1, -1]
     assert sigmoid[:3].tolist() == [0.5, 1, 0]
     assert tanh[3].isnan()

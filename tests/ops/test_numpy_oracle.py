@@ -20,7 +20,7 @@ from recurrence_cases import (
     make_case,
 )
 
-# A complex step takes no difference, so it may be as small as it likes.
+# A complex step takes no difference, so it can be arbitrarily small.
 STEP = 1e-100
 
 
@@ -91,7 +91,7 @@ def test_the_oracle_depends_on_every_argument():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
 def test_small_recurrent_weights_have_their_gradient(op, backend, identical, scale, options):
-    """Their term is next to constant, but not because rows are identical: they can be learned."""
+    """Their term is nearly constant, but not because rows are identical: they can be learned."""
     if op != "bn_lstm" and "absent" in options:
         pytest.skip("only an LSTM has a cell")
     case = make_case(op, 4, 5, 3, **options)

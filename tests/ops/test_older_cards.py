@@ -1,4 +1,4 @@
-"""Cards before Hopper, and others than NVIDIA's: what runs there, without having one."""
+"""GPUs before Hopper, and GPUs not from NVIDIA: what runs there, tested without having one."""
 
 import json
 import os
@@ -29,7 +29,7 @@ ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 
 @pytest.fixture
 def card(monkeypatch):
-    """Makes the card one of another compute capability."""
+    """Makes the GPU appear as one of another compute capability."""
     caches = (dispatch._capability, nvrtc.supports, portable_kernels._fits)
 
     def of(*capability):
@@ -98,7 +98,7 @@ def test_cuda_needs_ampere_and_its_compiler(capability, compiler, family, card, 
     ],
 )
 def test_where_products_of_half_precision_are_made(capability, dtype, expected, card):
-    """Elsewhere factors are widened."""
+    """Elsewhere factors are converted to a wider dtype."""
     card(*capability)
     assert has_product(torch.device("cuda", 0), dtype) is expected
 
@@ -127,7 +127,7 @@ CARDS = {75: 64, 70: 96}  # KB of shared memory, by compute capability
 @pytest.mark.no_cover
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a card that is not there")
 def test_kernels_compile_for_older_cards(tmp_path):
-    """Down to machine code, and none takes more shared memory than such a card has."""
+    """Compiled to machine code; none uses more shared memory than such a GPU has."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     program = Path(__file__).with_name("older_card.py")

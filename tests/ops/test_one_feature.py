@@ -1,4 +1,4 @@
-"""Inputs of one feature on the GPU, the host's side: what is taken, what kernels are given."""
+"""Inputs of one feature on the GPU, the host's side: which are supported, and kernel arguments."""
 
 import ctypes
 
@@ -68,11 +68,11 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Taken(Exception):
-    """The kernels are called without an input term."""
+    """The kernels run without an input term."""
 
 
 class Made(Exception):
-    """The input term is made."""
+    """The input term is computed."""
 
 
 def fits_a_cluster(term):
@@ -85,7 +85,7 @@ def covered(term, a):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """The kernels with one cluster take what they would take on a card."""
+    """Kernel selection of the single-cluster kernels as on a GPU."""
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", TYPES)
     monkeypatch.setattr(cuda_kernels, "family", covered)
     monkeypatch.setattr(cluster_kernels, "choose", fits_a_cluster)
@@ -100,7 +100,7 @@ def make_term(*factors):
 
 @pytest.fixture
 def which(monkeypatch, stand_ins):
-    """Both ways end at once: where the plan says which, or another operator makes the term."""
+    """Both backward passes work: the plan decides, or another operator computed the term."""
 
     def end(a, term, one_feature, family):
         raise Taken if one_feature else Made
@@ -113,7 +113,7 @@ def which(monkeypatch, stand_ins):
 
 
 class Watching(TorchDispatchMode):
-    """Sees every operator, as compilers do."""
+    """Sees every operator, like compilers."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -222,7 +222,7 @@ def test_no_rows():
 
 
 class Card:
-    """A kernel's stand-in: keeps what it is given of the input, and writes a pattern."""
+    """Stands in for a kernel: keeps its input arguments, and writes a pattern."""
 
     at_once, cluster, together = 1000, 0, True
     pattern = torch.tensor([0x3F3F3F3F], dtype=torch.int32).view(torch.float32).item()

@@ -1,7 +1,7 @@
-"""Arguments of the wrong shape: refused, never read beyond their end.
+"""Arguments of the wrong shape are rejected, and never read beyond their end.
 
-The compiled step works on bare addresses, so a mistake here can end the process: the calls are made
-in another one.
+The compiled step works on raw addresses, so a mistake here can crash the process: the calls are
+made in another one.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# What is wrong: the argument (or the statistic), and the shape it has instead of the right one.
+# The invalid part: the argument (or statistic), and its shape instead of the correct one.
 T, B, H = 4, 3, 2
 ARGUMENTS = {
     "weight_hh": [(4 * H - 1, H), (4 * H, H + 1)],
@@ -83,7 +83,7 @@ def run(program, *args):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What became of each call; one that ended the process is not there, nor those after it."""
+    """The outcome of each call. One that crashed the process is missing, and so are later ones."""
     process = run(MAKE_CALLS, json.dumps(CALLS))
     found = {}
     for line in process.stdout.splitlines():
@@ -102,6 +102,6 @@ def test_a_wrong_shape_is_refused(op, name, shape, outcomes):
 
 @pytest.mark.slow
 def test_statistics_that_want_a_gradient_do_no_harm():
-    """The fused operator has none for them."""
+    """The fused operator has no statistics for them."""
     process = run(DIFFERENTIATE_STATISTICS)
     assert process.returncode == 0, process.stderr

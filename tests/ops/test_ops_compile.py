@@ -1,4 +1,4 @@
-"""torch.compile over the functional ops: one graph, the numbers of eager mode."""
+"""torch.compile over the functional ops: one graph, the same results as in eager mode."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def forget_compiled_code():
 
 
 def model(case):
-    """A function around the op, so that the graph has more than the op in it."""
+    """A function around the op, so that the graph contains more than the op."""
 
     def run(tensors):
         values = getattr(rbn.ops, case.op)(
@@ -101,7 +101,7 @@ def test_one_graph_for_any_number_of_steps():
 
     compiled = torch.compile(run, fullgraph=True, backend=count, dynamic=True)
     with torch.no_grad():
-        for T in (5, 7, 9):  # unlike all other sizes, which torch would take for the same
+        for T in (5, 7, 9):  # different from all other sizes, which torch would treat as the same
             case = make_case("bn_lstm", T, 4, 3)
             output = compiled(list(case.tensors.values()))
             assert torch.equal(output, call(case, "cpu")["output"])

@@ -1,4 +1,4 @@
-"""Values that normalization is bad at: no variance, NaN, infinity; and what a shared h0 does."""
+"""Hard cases of normalization: no variance, NaN, infinity; and the effect of a shared h0."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ from rbn.ops.few_rows import pooled
 
 NAN, INF = float("nan"), float("inf")
 
-# In float32 the LSTMs run through the compiled step, where there is one.
+# In float32 the LSTMs run through the compiled step if there is one.
 both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 
 
@@ -40,7 +40,7 @@ both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 
 
 def identical_rows(op, T, dtype=torch.float64, **options):
-    """A call in which all rows of the batch are the same."""
+    """A call in which all rows of the batch are equal."""
     case = make_case(op, T, 5, 3, **options)
     same = {
         name: value[..., :1, :].expand_as(value).clone()
@@ -61,11 +61,11 @@ def test_equal_rows_leave_the_biases_alone(backend, dtype):
     for _ in range(2):
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * case.tensors["beta_c"].double().tanh().expand_as(c)
-    # The last digit of x is enlarged by 1 / sqrt(eps) in each of the two steps.
+    # The last digit of x is magnified by 1 / sqrt(eps) in each of the two steps.
     tolerance = torch.finfo(dtype).eps / 1e-5
     assert_same({"h_n": results["h_n"], "c_n": results["c_n"]}, {"h_n": h, "c_n": c}, tolerance)
     for term in "xhc":
-        # A variance is known to rounding, relative to itself plus eps.
+        # A variance is accurate to rounding, relative to itself plus eps.
         assert results[f"var_{term}"].max() <= tolerance * 1e-5
         assert results[f"var_{term}"].min() >= 0
 
@@ -86,18 +86,18 @@ def test_gradients_without_variance(op, options):
     )
 
 
-# Rows that are identical at the beginning -------------------------------------------------------
+# Rows that are identical at the start -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
 def test_what_the_rows_share_has_its_true_gradient(op, monkeypatch):
-    """Leaving out the gradient of constant terms changes that of no parameter."""
+    """Omitting the gradient of constant terms does not change that of any parameter."""
     case = constant_beginning(op, 2, 6, 5, 3)
     _, found = differentiate(case, "reference")
     monkeypatch.setattr("rbn.ops.reference.normalization.CONSTANT", -1.0)
     _, whole = differentiate(case, "reference")
-    assert whole["h0"].abs().max() > 10 * found["h0"].abs().max()  # rows by themselves do differ
-    # In the whole gradient two terms of two steps enlarge rounding by 1 / sqrt(eps) each.
+    assert whole["h0"].abs().max() > 10 * found["h0"].abs().max()  # individual rows do differ
+    # In the full gradient, two terms of two steps magnify rounding by 1 / sqrt(eps) each.
     assert_same(shared(found), shared(whole), 8 * EPS64 / 1e-5**2)
 
 
@@ -111,7 +111,7 @@ def test_rows_that_could_be_parted_have_their_gradient(op, backend, by, monkeypa
     whole = shared(differentiate(case, "reference")[1])
     largest = "gamma_x" if by == "inputs" else "weight_hh"
     assert relative(whole, whole)[largest].abs().max() == 1
-    # A step without variance enlarges gradients, and rounding with them, by 1 / sqrt(eps) twice.
+    # A step without variance magnifies gradients, and their rounding, by 1 / sqrt(eps) twice.
     assert_same(relative(found, whole), relative(whole, whole), EPS64 / 1e-5)
 
 
@@ -143,7 +143,7 @@ def test_small_recurrent_weights_have_their_gradient_in_float32(step, options):
         _, found = differentiate(case, "cpu")
     _, expected = differentiate(case.to(torch.float64), "reference")
     assert expected["weight_hh"].abs().max() > 1
-    # 1 / sqrt(var + eps) may be off by 5e-6 there; the rest is float32's rounding, enlarged by 316.
+    # 1 / sqrt(var + eps) may be off by 5e-6 there; the rest is float32 rounding, magnified by 316.
     assert_same(found, expected, 2e-4)
 
 
@@ -266,7 +266,7 @@ def test_what_lies_in_the_padding_reaches_nothing(op, options, backend, value, d
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_that_counts_is_seen(backend):
-    """The other mode: padded rows move the statistics, and get a gradient for it."""
+    """The other mode: padded rows affect the statistics, and get a gradient for it."""
     case = make_case("bn_lstm", 4, 4, 2, lengths=[2, 4, 1, 3], padding="include")
     padded = torch.arange(4)[:, None] >= case.options["lengths"]
     moved = case.with_tensors(wx=case.tensors["wx"] + padded[:, :, None])
@@ -287,7 +287,7 @@ def output_alone(case):
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(data=st.data())
 def test_under_batch_statistics_a_shared_h0_has_no_effect_but_c0_has(backend, data):
-    """W_h h0 is the same for all rows, so its normalization takes it away altogether."""
+    """W_h h0 is the same for all rows, so its normalization removes it completely."""
     T, B, H = (data.draw(st.integers(*limits)) for limits in ((1, 5), (3, 6), (1, 4)))
     lengths = data.draw(st.none() | st.lists(st.integers(1, T), min_size=B, max_size=B))
     padding = data.draw(st.sampled_from(("exclude", "include")))
@@ -300,11 +300,11 @@ def test_under_batch_statistics_a_shared_h0_has_no_effect_but_c0_has(backend, da
     def change(**moved):
         return (call(case.with_tensors(**moved), backend)["output"] - results["output"]).abs().max()
 
-    # Rounding of W_h h0, enlarged by its own normalization and once more by a later one, each time
+    # Rounding of W_h h0, magnified by its own normalization and once more by a later one, each time
     # by 1 / sqrt(eps) at most.
     assert change(h0=h0 + 1) <= GRADIENT_TOLERANCE
     assert change(c0=c0 + 1) > 1e-5
-    # A shared state's gradient is the sum of the rows': zero but for the rounding of its terms.
+    # A shared state's gradient is the sum over rows: zero except for the rounding of its terms.
     of_h0, of_c0 = gradients["h0"], gradients["c0"]
     assert (of_h0.sum(0).abs() <= 64 * EPS64 * (1 + of_h0.abs().sum(0))).all()
     assert of_c0.sum(0).abs().max() > 1e-6
@@ -323,7 +323,7 @@ def test_with_population_statistics_a_shared_h0_has_an_effect(backend):
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_means_far_from_zero_at_test_time(op, step, rate):
-    """What is left of the subtraction must not have been rounded before it."""
+    """The difference must not be computed from rounded numbers."""
     if not has_compiled_step(op) and step == "compiled":
         pytest.skip("has no compiled step")
     zoneout = (rate, rate) if op == "bn_lstm" else (0.0, rate)
@@ -346,7 +346,7 @@ def test_padding_is_not_looked_at_where_units_keep_a_part(op, backend):
     case = make_case(op, 3, 4, 3, lengths=[1, 3, 3, 3], padding="include", zoneout=zoneout)
     expected = call(case, backend)
     wx = case.tensors["wx"].clone()
-    wx[2, 0] = torch.nan  # the last step: what it does to the other rows is not used any more
+    wx[2, 0] = torch.nan  # the last step: its effect on the other rows is not used any more
     found = call(case.with_tensors(wx=wx), backend)
     assert torch.equal(found["h_n"][0], expected["h_n"][0])
     if op == "bn_lstm":
@@ -389,7 +389,7 @@ def test_inputs_next_to_nothing_have_the_references_gradients(nonlinearity, rows
 
     for scale in (1e-10, 1e-11, 1e-12, 3e-13, 1e-13, 1e-14):
         wanted = gradient(scale, "reference", torch.float64)
-        # float32's reference is up to 5e-4 away: products of terms next to nothing.
+        # float32's reference is off by up to 5e-4: products of terms close to 0.
         for backend, dtype in (("reference", torch.float32), ("cpu", torch.float32)):
             found = gradient(scale, backend, dtype)
             error = (found - wanted).norm() / wanted.norm()
@@ -398,7 +398,7 @@ def test_inputs_next_to_nothing_have_the_references_gradients(nonlinearity, rows
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layer_normalization_of_equal_features_has_the_true_gradient(backend):
-    """It is large, because biases that differ between features would make a large difference."""
+    """It is large, because biases that differ between features would have a large effect."""
     torch.manual_seed(0)
     T, B, H = 3, 2, 6
     new = {"dtype": torch.float64}

@@ -1,4 +1,4 @@
-"""What the fused operator reads and writes: strides, uninitialised memory, inputs left alone."""
+"""Memory use of the fused operator: strides, uninitialised memory, unchanged inputs."""
 
 from dataclasses import replace
 
@@ -64,14 +64,14 @@ def assert_equal(actual, expected):
 
 
 def apart(value):
-    """The same values with other elements between them in memory, NaN ones."""
+    """The same values with other (NaN) elements between them in memory."""
     twice = torch.full((*value.shape, 2), float("nan"), dtype=value.dtype)
     twice[..., 0] = value
     return twice[..., 0]
 
 
 def transposed(value):
-    """The same values with the first two dimensions exchanged in memory."""
+    """The same values with the first two dimensions swapped in memory."""
     return value if value.dim() < 2 else value.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -83,7 +83,7 @@ def test_strides_of_every_argument(op, options, restride):
     assert not strided["wx"].is_contiguous()
     expected = truth(case)
     assert_correct(case.with_tensors(**strided), expected)
-    for name, value in strided.items():  # one at a time, should one mend another
+    for name, value in strided.items():  # one at a time, in case they compensate each other
         assert_correct(case.with_tensors(**{name: value}), expected)
 
 
@@ -93,7 +93,7 @@ def test_expanded_arguments(op, options):
     case = case_of(op, options)
     expanded = {}
     for name, value in case.present().items():
-        if name not in ("wx", "weight_hh", "h0"):  # h0 identical in all rows is another matter
+        if name not in ("wx", "weight_hh", "h0"):  # h0 identical in all rows is a separate case
             expanded[name] = value[:1].expand_as(value)
             assert 0 in expanded[name].stride()
     plain = case.with_tensors(**{name: value.clone() for name, value in expanded.items()})
@@ -115,7 +115,7 @@ def test_expanded_h0(op, options):
 
 @every_call
 def test_expanded_and_strided_cotangents(op, options):
-    """`output.sum()` sends back a gradient of stride 0."""
+    """`output.sum()` passes back a gradient with stride 0."""
     case = case_of(op, options)
     for restride in (lambda v: v.new_tensor(0.7).expand_as(v), apart, transposed):
         strided = {name: restride(value) for name, value in case.cotangents.items()}
@@ -178,7 +178,7 @@ def test_arguments_are_left_alone(op, options):
 
 @every_call
 def test_backward_twice(op, options):
-    """What is saved for the backward pass is not changed by it."""
+    """The backward pass does not change saved tensors."""
     case = case_of(op, options)
     leaves = {name: v.clone().requires_grad_() for name, v in case.present().items()}
     results = call(case.with_tensors(**leaves), "cpu")
@@ -208,7 +208,7 @@ def test_repetitions_are_bit_identical(op, options):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @every_call
 def test_results_do_not_depend_on_whether_a_gradient_is_wanted(op, options, mode):
-    """Without one, a step's buffers are used again by the next."""
+    """Without gradients, the next step reuses a step's buffers."""
     case = case_of(op, options)
     expected, _ = differentiate(case, "cpu")
     with mode():
@@ -218,7 +218,7 @@ def test_results_do_not_depend_on_whether_a_gradient_is_wanted(op, options, mode
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_changed_output_is_noticed(op):
-    """The output is kept for the backward pass: changing it in place must not pass silently."""
+    """The backward pass uses the output, so changing it in place must raise an error."""
     case = case_of(op, {})
     wx = case.tensors["wx"].clone().requires_grad_()
     output = call(case.with_tensors(wx=wx), "cpu")["output"]

@@ -43,7 +43,7 @@ SETS = {
 
 
 def every_call(*ways):
-    """All ops with their options, in each of the ways that there are for the op."""
+    """All ops with their options, in each available implementation."""
     return pytest.mark.parametrize(
         ("op", "options", "how"),
         [
@@ -65,7 +65,7 @@ both_steps = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def running(how):
-    """The reference, or the fused operator with one of its steps: gives the backend's name."""
+    """The reference, or the fused operator with one of its steps. Returns the backend's name."""
     if how == "reference":
         yield how
     else:
@@ -74,13 +74,13 @@ def running(how):
 
 
 def case_of(op, options):
-    # Twelve rows of random values: variances are of order one, so no normalization enlarges the
+    # Twelve rows of random values: variances are of order one, so no normalization magnifies the
     # rounding by more than a few times.
     return make_case(op, 6, 12, 8, seed=2, **options)
 
 
 def assert_rounded(name, actual, expected, units):
-    """Within one rounding to the result's type of what float32 arithmetic gives.
+    """Compare within one rounding to the result's dtype of what float32 arithmetic gives.
 
     units: how many units in the last place of float32 the arithmetic may lose, relative to the
     largest element.
@@ -94,9 +94,9 @@ def assert_rounded(name, actual, expected, units):
     assert worst <= 0, f"{name}: beyond the allowed error by {worst:.3g}"
 
 
-# Each of some ten thousand roundings is carried through at most six steps. They are of random sign:
-# what is seen of them is below 8 units for results, 32 for gradients (measured over seeds), and a
-# wrong formula is off by millions.
+# Each of some ten thousand roundings is carried through at most six steps. Their signs are random:
+# the total is below 8 units for results, 32 for gradients (measured over seeds); a wrong formula is
+# off by millions.
 RESULT_UNITS, GRADIENT_UNITS = 32, 128
 
 
@@ -165,7 +165,7 @@ def test_the_backward_pass_of_one_step_may_follow_the_forward_pass_of_the_other(
 @pytest.mark.parametrize("dtype", LOW)
 @every_call("reference", *STEPS)
 def test_half_precision_results_are_rounded_once(op, options, dtype, how):
-    """States and sums are held in float32: only the inputs and the results are rounded."""
+    """States and sums are float32: only the inputs and the results are rounded."""
     case = case_of(op, options).to(dtype)
     with torch.no_grad(), running(how) as backend:
         results = call(case, backend)

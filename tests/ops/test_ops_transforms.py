@@ -22,7 +22,7 @@ def case_of(op):
 
 
 def loss_of(case, backend=None):
-    """The loss whose gradients `differentiate` gives, as a function of the named tensors."""
+    """The loss whose gradients `differentiate` returns, as a function of the named tensors."""
 
     def loss(tensors):
         results = call(case.with_tensors(**tensors), backend)
@@ -31,7 +31,7 @@ def loss_of(case, backend=None):
     return loss
 
 
-# torch.func: the reference runs, unless the fused operator is asked for by name -----------------
+# torch.func: the reference runs, unless the fused operator is requested by name -------------------
 
 by_default_and_by_name = pytest.mark.parametrize("backend", [None, "reference"])
 
@@ -111,7 +111,7 @@ def test_forward_mode(op, backend):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_fused_operator_refuses_forward_mode_by_name(op):
-    """It has no tangents, and must not pass for something of tangent zero."""
+    """It has no tangents, and must not pretend to have zero tangents."""
     with pytest.raises(RuntimeError, match=r'rbn\.backend\("reference"\)'):
         tangent_of(case_of(op), "cpu")
 
@@ -130,7 +130,7 @@ def test_autocast_does_not_reach_into_the_forward_pass(op, backend):
 
 @pytest.mark.parametrize("op", OPS)
 def test_autocast_does_not_reach_into_the_backward_pass(op):
-    """Calling ``backward()`` inside the block is common; the arithmetic stays as it is."""
+    """Calling ``backward()`` inside the block is common; the arithmetic does not change."""
     case = case_of(op).to(torch.float32)
     _, expected = differentiate(case, "cpu")
     leaves = {name: v.clone().requires_grad_() for name, v in case.present().items()}

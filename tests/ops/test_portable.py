@@ -1,6 +1,6 @@
-"""The portable kernels: each way to divide the work, and every option, emulated on the CPU.
+"""The portable kernels: each tiling and every option, emulated on the CPU.
 
-On a card: layers of few rows.
+On a GPU: layers with few rows.
 """
 
 import pytest
@@ -24,13 +24,13 @@ def tiling(tiles, row_warps, column_warps, registers=True, barrier=False, chunk=
     return PortableTiling(tiles, row_warps, column_warps, chunk, registers, barrier)
 
 
-# Of up to 16 rows a warp has all of two pairs of units, of more rows eight of all pairs.
+# With up to 16 rows, a warp has all of two pairs of units; with more, eight of all pairs.
 FLOAT, HALF = torch.float32, torch.bfloat16
 TILINGS = {
     "few rows": (FLOAT, (5, 7, 10), tiling(1, 1, 4)),
     "few rows, half": (HALF, (4, 16, 42), tiling(1, 1, 3, chunk=2)),
     "few rows, barrier": (HALF, (4, 11, 34), tiling(1, 1, 4, False, True)),
-    "one row": (FLOAT, (4, 1, 10), tiling(1, 1, 4)),  # the code of "few rows"
+    "one row": (FLOAT, (4, 1, 10), tiling(1, 1, 4)),  # the code path of "few rows"
     "one step": (HALF, (1, 2, 10), tiling(1, 1, 4)),
     "more rows": (FLOAT, (4, 19, 10), tiling(2, 2, 2)),
     "more rows, barrier": (HALF, (3, 37, 18), tiling(3, 1, 4, False, True)),
@@ -82,13 +82,13 @@ def test_options(name, rows, emulate_portable):  # of a tile, or two
     assert launches == ["forward", "backward"]
 
 
-# How the work is divided -------------------------------------------------------------------------
+# Tilings -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("hidden", [258, 512, 768, 1000, 1056])
 def test_few_rows_are_polled_forward(dtype, hidden):
-    """A warp asks at once for all of its columns, or a few at a time where they are too many."""
+    """A warp prefetches all of its columns, or a few at a time if there are too many."""
     forward, backward = (choose(d, dtype, 16, hidden) for d in ("forward", "backward"))
     assert not forward.barrier
     assert backward.barrier
@@ -98,7 +98,7 @@ def test_few_rows_are_polled_forward(dtype, hidden):
     assert choose("forward", dtype, 17, hidden).barrier
 
 
-# On a card ---------------------------------------------------------------------------------------
+# On a GPU ----------------------------------------------------------------------------------------
 
 
 @on_card

@@ -1,4 +1,4 @@
-"""What is done around a recurrence in one launch, against the operations of PyTorch."""
+"""The work around a recurrence in one launch, against PyTorch's operations."""
 
 import copy
 import importlib
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 def new(*shape, dtype=torch.float32):
-    """Numbers that no type rounds: Triton's interpreter cuts off where a card rounds."""
+    """Numbers that no dtype rounds: Triton's interpreter truncates where a GPU rounds."""
     return torch.randn(shape, device=DEVICE).bfloat16().to(dtype)
 
 
@@ -58,7 +58,7 @@ def test_factors_are_padded_at_once(columns, dtype, whole, monkeypatch):
 
 
 def test_factors_that_need_no_padding():
-    """Rows of the input can be viewed as those of one matrix; gradients lose added columns."""
+    """Rows of the input can be viewed as rows of one matrix; gradients drop added columns."""
     x, w = new(5, 7, 16), new(24, 16)
     found = prepare.padded_factors(x, w)
     assert found[0] is x
@@ -75,7 +75,7 @@ def test_factors_that_need_no_padding():
 
 
 def call_of(lead, B, H, dtype, states, shared=(False, False), absent=(), T=2):
-    """A call of kernels in CUDA C++, as far as what runs around them looks at it."""
+    """A call of CUDA C++ kernels, as far as the code around them is concerned."""
     R = lead[0] if lead else 1
     shapes = [() if one else (B,) for one in shared]
     h0, c0 = (new(*lead, *shape, H, dtype=states) for shape in shapes)
@@ -94,7 +94,7 @@ def call_of(lead, B, H, dtype, states, shared=(False, False), absent=(), T=2):
 
 
 class Plan:
-    """What `prepare` and `backward` look at of a plan."""
+    """The parts of a plan that `prepare` and `backward` use."""
 
 
 def plan_of(call, absent):
@@ -184,7 +184,7 @@ def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
 @pytest.mark.parametrize(("zero_states", "transposes"), [(False, False), (True, True)])
 @pytest.mark.parametrize("states", ["shared", "own", "identical"])
 def test_the_backward_pass_begins_in_one_launch(lead, dtype, zero_states, transposes, states):
-    """Variances are raised as by `raised_variances`; W_h is transposed and memory zeroed."""
+    """Raises variances like `raised_variances`, transposes W_h and zeroes memory."""
     B, H, T = 5, 38, 4
     given = call_of(lead, B, H, dtype, dtype, (states == "shared",) * 2, T=T)
     a, plan = given.a, given.plan
@@ -242,7 +242,7 @@ def test_gradients_are_finished_at_once(lead, B, dtype, more, by_unit):
 
 
 def terms_of(sizes):
-    """Mean, var, those of a minibatch and the count, of terms of so many steps and features."""
+    """Mean, var, those of a minibatch and the count, for terms with these steps and features."""
     return [
         [
             *(torch.randn(size, device=DEVICE) for _ in range(4)),
@@ -279,7 +279,7 @@ def test_statistics_that_the_kernel_does_not_average():
 
 
 def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
-    """And gets the same as by the operations of PyTorch."""
+    """And matches PyTorch's operations."""
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(3, 8, max_length=4).to(DEVICE)
     twin = copy.deepcopy(layer)
@@ -302,7 +302,7 @@ def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_driver_launches_all_but_the_first(monkeypatch):
-    """On the stream of the moment, and from several threads at once."""
+    """On the current stream, and from several threads at once."""
     found, make = [], direct_launch.launcher_at
     monkeypatch.setattr(
         direct_launch, "launcher_at", lambda *a: found.append(make(*a)) or found[-1]

@@ -1,4 +1,4 @@
-"""The batch-normalized RNN in one launch, in CUDA C++: on a GPU, or emulated on the CPU."""
+"""The batch-normalized RNN in one CUDA C++ launch: on a GPU, or emulated on the CPU."""
 
 import copy
 
@@ -30,7 +30,7 @@ def polled(tiles, blocks=1):
     return Tiling(8, 1, tiles, tiles, 1, blocks, registers=True, barrier=False)
 
 
-# Each way to divide the work, with sizes that do not divide evenly.
+# Each tiling, with sizes that do not divide evenly.
 FLOAT, HALF = torch.float32, torch.bfloat16
 TILINGS = {
     "polled": (FLOAT, (5, 7, 10), polled(1)),
@@ -131,7 +131,7 @@ def test_emulated_float32_parameters_of_a_half_precision_input(emulate):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("units", [10, 8])  # rows of h have padding, or not
 def test_emulated_layer(units, emulate):
-    """With an input term of its own and a learned state; called, and as a custom operator."""
+    """With a separate input term and a learned state; called directly, and as a custom operator."""
     launches = emulate(polled(1))
     torch.manual_seed(0)
     layer = rbn.BatchNormRNN(3, units, eps=CALM).to(HALF)
@@ -226,7 +226,7 @@ def test_true_float32_runs_step_by_step(emulate):
     assert not launches
 
 
-# How the work is divided -------------------------------------------------------------------------
+# Tilings -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", UNITS)
@@ -247,7 +247,7 @@ def test_a_tiling_covers_the_batch_and_fits_the_gpu(dtype, hidden, batch):
     [
         (129, 64, 132, 227),  # too many rows
         (8, 63, 132, 227),  # pairs of units
-        (8, 2114, 132, 227),  # more than 16 units for a multiprocessor
+        (8, 2114, 132, 227),  # more than 16 units per multiprocessor
         (8, 512, 16, 227),
         (128, 2000, 132, 99),  # W_h does not fit
     ],

@@ -1,4 +1,4 @@
-"""Lengths as the kernels read them, and how many rows each step has."""
+"""Lengths as the kernels read them, and the number of rows of each step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Independent recurrences of one shape: in one launch on a GPU, with the numbers of each alone."""
+"""Independent recurrences of one shape in one launch on a GPU, with the same results as alone."""
 
 import importlib
 
@@ -85,7 +85,7 @@ gpu = importlib.import_module("rbn.ops.gpu")
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How many calls each launch makes; several are one under Triton's interpreter too."""
+    """How many calls each launch runs; Triton's interpreter also runs several in one."""
     found = []
     implementation = gpu._LSTM.implementation
 
@@ -108,12 +108,12 @@ def test_together_as_alone(op, name, launches):
     calls, cotangents = two_calls(op, torch.float32, **OPTIONS[name])
     with rbn.backend("gpu"):
         found = run(LSTM, calls)
-        # On a card the CUDA C++ kernels run side by side, which do not have these options.
+        # On a GPU, the CUDA C++ kernels, which lack these options, run side by side.
         together = [1, 1] if DEVICE == "cuda" and name in ("sequencewise", "joint") else [2]
         assert launches == together
         alone = [run(LSTM, [call])[0] for call in calls]
     assert launches == [*together, 1, 1]
-    # Products may add in another order: tf32 on a card, float32 in the interpreter.
+    # Products may sum in another order: tf32 on a GPU, float32 in the interpreter.
     near = {"rtol": 4e-3, "atol": 4e-3} if DEVICE == "cuda" else {"rtol": 1e-4, "atol": 1e-5}
     for (what, value), (_, want) in zip(flat(op, found), flat(op, alone), strict=True):
         if want is None:
@@ -186,7 +186,7 @@ def test_calls_that_differ_are_made_one_by_one(launches):
 
 
 def test_what_has_no_room_or_no_kernel_is_made_one_by_one(monkeypatch):
-    """By the sizes alone, as if there were a card."""
+    """By the sizes only, as if there were a GPU."""
     calls, _ = two_calls("bn_lstm", torch.float32)
     term, found = plan.term_of, {1: "cluster", 2: "cluster"}
 
@@ -235,7 +235,7 @@ def test_the_directions_of_a_layer_are_one_launch(layer_class, launches):
     with rbn.backend("gpu"):
         output, (h, _) = layer(x, lengths=lengths)
         output.sum().backward()
-    assert launches == [2, 2]  # one for each layer
+    assert launches == [2, 2]  # one per layer
     twin = layer_class(3, 4, num_layers=2, bidirectional=True, **options).double()
     twin.load_state_dict(
         {k: v.cpu() for k, v in layer.state_dict().items() if "stats" not in k}, strict=False

@@ -1,4 +1,4 @@
-"""The look-up of rows by symbols and its gradient: on a GPU, or by Triton's interpreter."""
+"""The lookup of rows by symbols and its gradient: on a GPU, or in Triton's interpreter."""
 
 from unittest import mock
 
@@ -37,9 +37,9 @@ def sums(symbols, grad, count):
 
 
 def compare(symbols, grad, count):
-    """Sums of n numbers, to a rounding in float32 for each that is added.
+    """Tolerance of sums of n numbers: one float32 rounding per addition.
 
-    Tensor cores cut off what they do not round, hence a whole unit; float32 comes in three parts.
+    Tensor cores truncate instead of rounding, hence a full unit; float32 comes in three parts.
     """
     with poisoned_memory():
         found = gpu_symbols.gradient(symbols, grad, count, torch.float32)
@@ -81,7 +81,7 @@ def test_all_rows_of_one_symbol(dtype):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_symbol_that_comes_once_has_the_row_itself(dtype):
-    """No part of a number is lost, be it float32 in parts of 8 bits."""
+    """No part of a number is lost, even if float32 comes in parts of 8 bits."""
     symbols = torch.randperm(50, device=DEVICE)
     grad = (
         torch.randn(50, 20, device=DEVICE)
@@ -100,7 +100,7 @@ def test_rounded_once(dtype):
     symbols, grad = inputs(200, 36, 27, dtype)
     found = gpu_symbols.gradient(symbols, grad, 27, dtype)
     exact = gpu_symbols.gradient(symbols, grad, 27, torch.float32)
-    # The interpreter cuts off where it should round to bfloat16.
+    # The interpreter truncates where it should round to bfloat16.
     unit = 0.0 if ON_GPU or dtype == torch.float16 else torch.finfo(dtype).eps
     torch.testing.assert_close(found, exact.to(dtype), rtol=unit, atol=0.0)
 
@@ -137,7 +137,7 @@ def test_as_the_reference(dtype, transposed):
     assert rows.dtype == dtype
     assert torch.equal(rows, expected)
     assert found.dtype == torch.float32
-    # The reference adds and rounds in `dtype`, once for each of some rows.
+    # The reference sums and rounds in `dtype`, once for each of some rows.
     torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
 
 

@@ -1,7 +1,7 @@
-"""Inputs of a tiny scale, in every family of kernels: relatively as right as at scale 1.
+"""Inputs of a tiny scale, in every kernel family: relative errors are the same as at scale 1.
 
 Batch normalization magnifies tiny terms, by up to 1 / sqrt(eps) in each step. So the first states
-are tiny and their gradients are huge, and an error that is small only absolutely shows in both.
+are tiny and their gradients are huge, and an error that is only small in absolute terms shows.
 """
 
 import itertools
@@ -61,13 +61,13 @@ def compare(
     change=lambda layer: None,
     times=1,
 ):
-    """With the reference in float64.
+    """Compare with the reference in float64.
 
-    times: how much more of an error is allowed.
+    times: factor of the allowed error.
 
-    Allowed are 64 units, where sums cancel 8 times what float32 does to the reference, in units of
-    the dtype. Kernels also raise small variances to the threshold of constant terms: two terms a
-    step, whose gradients change by `CONSTANT`.
+    Allows 64 units of the dtype, or for sums that cancel 8 times float32's effect on the reference.
+    Kernels also raise small variances to the threshold of constant terms: two terms a step, whose
+    gradients change by `CONSTANT`.
     """
     device = DEVICE if backend == "gpu" else "cpu"
     given = dtype, hidden, change
@@ -146,7 +146,7 @@ def test_emulated_portable(scale, emulate_portable):
     assert launches == ["forward", "backward"]
 
 
-# On a card ---------------------------------------------------------------------------------------
+# On a GPU ----------------------------------------------------------------------------------------
 
 
 def marked(test):
@@ -157,7 +157,7 @@ def marked(test):
 
 @pytest.fixture
 def families_of_cuda(monkeypatch, record_runs):
-    """Makes a family run all calls; what it launched."""
+    """Makes a family run all calls; records its launches."""
 
     def given(family):
         monkeypatch.setattr(plan, "_CACHE", {})

@@ -1,4 +1,4 @@
-"""A small task with everything that has a state: noise, zoneout, dropout, statistics."""
+"""A small task with everything that has state: noise, zoneout, dropout, statistics."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from rbn.training import Schedule, Trainer, checkpoint
 
 
 class Letters:
-    """The next letter of a random text with a pattern in it."""
+    """Predict the next letter of a random text with a pattern."""
 
     metric = "valid"
     higher_is_better = False
@@ -47,11 +47,11 @@ def trainer(folder, task=None, schedule=None, **options):
 
 
 def final(folder):
-    """Everything a run leaves behind, less the time it took."""
+    """Everything a run leaves behind, except its time."""
     tensors, metadata = checkpoint.load(folder / "last.safetensors")
     progress = metadata["progress"]
     progress.pop("seconds")
-    progress.pop("loss")  # of the steps fetched together
+    progress.pop("loss")  # mean over the steps fetched together
     for record in progress["history"]:
         record.pop("seconds")
     return tensors, metadata

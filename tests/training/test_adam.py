@@ -1,4 +1,4 @@
-"""Adam and the norm of gradients as one kernel each, against PyTorch's in float64."""
+"""Adam and the gradient norm as one kernel each, against PyTorch's in float64."""
 
 import copy
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels are in Triton's language")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-# Without a GPU by the interpreter, with one for real.
+# In the interpreter without a GPU, with the real kernel otherwise.
 either = pytest.mark.gpu if ON_GPU else lambda test: test
 SIZES = st.lists(st.integers(1, 3000), min_size=1, max_size=5)
 
@@ -107,7 +107,7 @@ def test_norms_of_what_is_not_finite(value):
 @either
 def test_many_numbers_have_no_more_parts_than_one_program_adds():
     tensors = [torch.ones(size, device=DEVICE) for size in (5_000_000, 3, 20_000_000)]
-    if not ON_GPU:  # the interpreter takes its time for each program
+    if not ON_GPU:  # the interpreter takes a while for each program
         tensors = [t[: len(t) // 1000 + 1] for t in tensors]
     parts = part_norms(tensors)
     assert len(parts) <= 4096
@@ -156,7 +156,7 @@ def test_on_a_cpu_it_is_pytorchs_own(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_run_once(kind):
-    """Though PyTorch's class, by whose step ours is made on a CPU, has hooks of its own."""
+    """Although PyTorch's class, whose step ours uses on a CPU, has its own hooks."""
     ours, theirs = KINDS[kind]
     theirs([torch.nn.Parameter(torch.ones(2))])
     parameter, calls = torch.nn.Parameter(torch.ones(2)), []
@@ -182,7 +182,7 @@ def test_it_is_always_fused(options):
 
 @either
 def test_a_closure_is_asked_for_the_gradients_of_its_step():
-    """Those there were before are not the step's."""
+    """Earlier ones do not belong to the step."""
     results = []
     for kind in (Adam, torch.optim.Adam):
         model, (old, new, *_) = model_and_gradients(DEVICE)
@@ -209,7 +209,7 @@ class TestOnGPU:
         twin = copy.deepcopy(model)
         make, peer = KINDS[kind]
         ours, theirs = make(model.parameters()), peer(twin.parameters(), fused=True)
-        with monkeypatch.context() as patch:  # the kernel, not what it stands in for
+        with monkeypatch.context() as patch:  # run the kernel, not the fallback
             patch.setattr(peer, "step", lambda *_: pytest.fail("PyTorch's step ran"))
             make_steps(ours, model, gradients)
         make_steps(theirs, twin, gradients)

@@ -1,4 +1,4 @@
-"""Which model is the best, when it is written, and what a run that goes on finds."""
+"""Which model is the best, when it is written, and what a resumed run finds."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from rbn.training.atomic_files import write_atomic
 
 
 class Scripted(Letters):
-    """Whose figures are known before."""
+    """A task with known results."""
 
     def __init__(self, values, higher_is_better):
         super().__init__()
@@ -53,7 +53,7 @@ def test_figures_that_are_no_numbers_have_no_best(tmp_path):
 
 @pytest.fixture
 def slow_clock(monkeypatch):
-    """Ten seconds pass whenever someone looks."""
+    """Ten seconds pass at every time measurement."""
     clock = iter(range(0, 10**6, 10))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
 
@@ -75,7 +75,7 @@ def test_checkpoints_by_time(tmp_path, monkeypatch, slow_clock):
 
 
 def test_the_best_is_written_before_the_last(tmp_path, monkeypatch):
-    """Who is killed in between has a best that the last does not know of, not the other way."""
+    """After a kill in between, the best model may be newer than the last checkpoint, not older."""
     names, save = [], checkpoint.save
 
     def noted(path, *content, **options):
@@ -132,7 +132,7 @@ def test_lines_of_steps_that_are_made_again_go(tmp_path):
 
 
 def test_a_damaged_last_is_replaced_at_once(tmp_path):
-    """Else it would be the one before when the next is saved."""
+    """Otherwise the previous one would be saved next."""
     trainer(tmp_path).run()
     (tmp_path / "last.safetensors").write_bytes(b"no checkpoint")
     with pytest.warns(UserWarning, match="Resuming from"):
@@ -150,7 +150,7 @@ def test_a_finished_run_is_not_written_again(tmp_path):
 
 
 def test_an_evaluation_that_fails_leaves_the_parameters(tmp_path):
-    """With averages, too, which are put in their place for it."""
+    """Also with averages, which replace the parameters for it."""
 
     class Failing(Letters):
         def evaluate(self):

@@ -1,4 +1,4 @@
-"""Gradients that are large, or too large to be numbers."""
+"""Gradients that are large, or too large to be finite."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from rbn.training import Diverged, Schedule, Trainer
 
 
 class Overflowing(Letters):
-    """Its gradient, not its loss, is infinite in some steps."""
+    """Its gradient, but not its loss, is infinite in some steps."""
 
     steps = (3, 4)
 
@@ -32,7 +32,7 @@ def test_gradients_that_overflow_are_left_out(tmp_path):
 
 
 def test_a_fused_optimiser_clips_and_leaves_out_by_itself(tmp_path):
-    """The same as others to rounding; a step that it leaves out changes nothing at all."""
+    """Matches other steps up to rounding; a skipped step changes nothing at all."""
     models = {}
     for fused in (False, True):
         task = Overflowing()
@@ -54,7 +54,7 @@ def test_a_fused_optimiser_clips_and_leaves_out_by_itself(tmp_path):
 
 
 class Steep(Overflowing):
-    """Its gradient is so large in some steps that its norm is beyond float32."""
+    """In some steps its gradient is so large that the norm overflows float32."""
 
     steps = range(3, 100)
 
@@ -67,7 +67,7 @@ class Steep(Overflowing):
 
 @pytest.mark.parametrize("adam", [False, True])
 def test_gradients_beyond_float32_are_clipped_like_others(adam, tmp_path):
-    """Two steps are lost until the loss is small enough; then the direction is the same."""
+    """Two steps are lost until the loss is scaled down enough; then the direction is the same."""
     models = {}
     for kind in (Overflowing, Steep):
         task = kind()
@@ -77,7 +77,7 @@ def test_gradients_beyond_float32_are_clipped_like_others(adam, tmp_path):
             if adam
             else torch.optim.SGD(parameters, 1.0)
         )
-        schedule = Schedule(12, evaluate_every=4, clip=0.01)  # all are larger
+        schedule = Schedule(12, evaluate_every=4, clip=0.01)  # all norms are larger
         run = Trainer(task, optimizer, schedule, tmp_path / kind.__name__)
         assert run.run().skipped == 2
         models[kind] = torch.cat([p.detach().flatten() for p in task.model.parameters()])
@@ -88,7 +88,7 @@ def test_gradients_beyond_float32_are_clipped_like_others(adam, tmp_path):
 
 @pytest.mark.slow
 def test_a_small_loss_grows_again_and_goes_on_after_a_stop(tmp_path):
-    """Whatever the loss is multiplied with is part of the checkpoint."""
+    """The factor of the loss is part of the checkpoint."""
 
     class Once(Steep):
         steps = (3, 4)
@@ -113,7 +113,7 @@ def test_nothing_but_gradients_that_overflow(tmp_path):
         Diverged, match=r"diverged at step \d+: the last 50 gradients are not finite"
     ):
         run.run()
-    assert run.progress.skipped == 50  # also those since the host last looked
+    assert run.progress.skipped == 50  # including those since the last transfer to the host
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_as_many_but_not_in_a_row(tmp_path):
 
 
 def test_the_first_step_of_a_fused_optimiser_with_momentum_is_left_out(tmp_path):
-    """PyTorch's would go on from a momentum that nobody has set."""
+    """PyTorch's would continue with an uninitialized momentum."""
     models = []
     for fused in (False, True):
         task = Overflowing()

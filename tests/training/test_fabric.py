@@ -1,4 +1,4 @@
-"""What Fabric is made with."""
+"""The construction of Fabric."""
 
 import logging
 
@@ -10,8 +10,8 @@ from rbn.training import make_fabric
 
 @pytest.mark.parametrize("name", ["lightning.fabric", "lightning.pytorch"])
 def test_advice_on_every_gpu_is_left_out(name):
-    """A line of four about rounding float32's products, whatever the precision."""
-    logging.getLogger(name).setLevel(logging.INFO)  # as Lightning sets it
+    """Four lines of advice about float32 products, whatever the precision."""
+    logging.getLogger(name).setLevel(logging.INFO)  # as set by Lightning
     speaking = logging.getLogger(f"{name}.utilities.rank_zero")
     assert speaking.isEnabledFor(logging.INFO)
     make_fabric(torch.device("cpu"))

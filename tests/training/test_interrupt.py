@@ -26,7 +26,7 @@ def test_the_first_is_remembered_and_the_second_raises():
         press()
         assert interrupts.seen == signal.SIGINT
         assert interrupt.pending()
-        with interrupt.remembered() as inner:  # knows what the outer one does
+        with interrupt.remembered() as inner:  # shares the outer block's signals
             assert inner.seen
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
@@ -65,7 +65,7 @@ def test_breakable_work_is_broken_off_even_if_the_interrupt_was_swallowed():
             press()
 
     with interrupt.remembered() as interrupts:
-        for _ in range(2):  # the second does not even begin
+        for _ in range(2):  # the second does not even start
             with pytest.raises(KeyboardInterrupt):
                 work(interrupts, press)
         assert interrupts.count == 1

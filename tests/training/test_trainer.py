@@ -1,4 +1,4 @@
-"""Training runs: when they look and stop, and that they go on as if nothing had happened."""
+"""Training runs: when they evaluate and stop, and that they resume with identical results."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def test_a_second_control_c_does_not_wait(tmp_path):
     run = trainer(tmp_path, Interrupted())
     with pytest.raises(KeyboardInterrupt) as caught:
         run.run()
-    assert not isinstance(caught.value, training.Interrupted)  # which says that all is saved
+    assert not isinstance(caught.value, training.Interrupted)  # which says that everything is saved
     assert run.progress.step == 6
     assert trainer(tmp_path).progress.step == 6  # the checkpoint of step 6, not one of the seventh
 
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_model_to_look_at(tmp_path):
 
 
 def test_the_best_model_before_a_loss_that_is_not_finite_is_kept(tmp_path):
-    """Though no checkpoint was due since."""
+    """Although no checkpoint was due since."""
 
     class Bad(Letters):
         def loss(self, *batch):
@@ -232,7 +232,7 @@ def test_losses_fetched_later_are_the_same(whole, tmp_path):
     with pytest.raises(Diverged, match=message):
         trainer(tmp_path / "bad", Bad(), look_back=100).run()
     _, metadata = checkpoint.load(tmp_path / "bad" / "last.safetensors")
-    assert metadata["progress"]["step"] == 6  # the checkpoint before
+    assert metadata["progress"]["step"] == 6  # the previous checkpoint
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
 
 
 def test_a_full_disk_at_an_evaluation(whole, tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()  # as good as a full disk
+    (tmp_path / "metrics.jsonl").mkdir()  # has the effect of a full disk
     message = r"could not write .*metrics\.jsonl: "
     with pytest.raises(CheckpointError, match=message):
         trainer(tmp_path).run()
@@ -341,7 +341,7 @@ def test_every_optimiser_goes_on(make, tmp_path):
 
 
 def test_how_an_optimiser_computes_is_no_part_of_a_checkpoint(tmp_path):
-    """A run of a GPU, whose optimiser is fused and can be captured, goes on without one."""
+    """A run from a GPU, whose optimiser is fused and capturable, continues without one."""
     task = Letters()
     model = task.model
     for parameter in model.parameters():
@@ -387,7 +387,7 @@ def test_a_rate_that_decays(tmp_path):
 
 
 def test_the_average_is_evaluated_and_kept(tmp_path):
-    """The mean of the first steps, then a decaying average; training itself goes on without it."""
+    """The mean of the first steps, then a decaying average; training itself does not use it."""
     decay, seen, looked = 0.75, [], []
 
     class Watched(Letters):

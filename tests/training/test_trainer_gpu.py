@@ -1,4 +1,4 @@
-"""Training on a GPU: the step as a graph, several runs at once, and going on after a stop."""
+"""Training on a GPU: the step as a graph, several runs at once, and resuming after a stop."""
 
 import pytest
 import torch

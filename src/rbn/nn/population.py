@@ -152,7 +152,7 @@ def update_population_stats(
         device: the default `forward` first moves the tensors of a batch there, at any depth.
         train_mode: True estimates with dropout, zoneout and noise, as in training and as
             `update_bn` does; False without them, as in evaluation. With zoneout and sequences
-            that begin alike, False leaves the first steps without variance. If the model is in
+            that start identical, False leaves the first steps without variance. If the model is in
             training mode, its parts in `eval()`, such as frozen ones, stay in `eval()`: they use
             their statistics and do not change them.
         progress: show a progress bar (needs rich).

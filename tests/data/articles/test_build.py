@@ -1,4 +1,4 @@
-"""Questions from articles: what becomes one, what does not, and the files."""
+"""Questions from articles: what becomes a question, what does not, and the files."""
 
 import gzip
 import json
@@ -111,7 +111,7 @@ def test_files_and_counts(tmp_path):
 
 @pytest.mark.slow
 def test_held_out_articles(tmp_path):
-    texts = [TEXT.replace("Oakland", f"Oakland{k // 2}") for k in range(600)]  # each of them twice
+    texts = [TEXT.replace("Oakland", f"Oakland{k // 2}") for k in range(600)]  # each twice
     file = tmp_path / "articles.jsonl"
     about = [
         {"id": k, "source": "dailymail" if k < 500 else "cnn", "part": "test", "article": text}
@@ -121,7 +121,7 @@ def test_held_out_articles(tmp_path):
     built = build(file, tmp_path / "a", split="held-out", processes=1)
     assert built.articles["test-cnn"] == 100
     assert sum(built.articles.values()) == 600
-    # 3.4 % of 250 pairs of equal articles: 17 articles, with a deviation of 6.
+    # 3.4 % of 250 pairs of equal articles: 17 articles, with a standard deviation of 6.
     assert 2 <= built.articles["validation"] <= 40
     assert 2 <= built.articles["test"] <= 40
     assert json.loads((tmp_path / "a" / "build.json").read_text())["split"] == "held-out"
@@ -199,7 +199,7 @@ READY = "@entity1 won the cup ."
 )
 def test_the_gap_is_a_token_whatever_is_close_to_it(text, question, tokens):
     _, found, _ = anonymous(text, question, ["so"])
-    if text == TEXT:  # where all words are split
+    if text == TEXT:  # splits all words
         tokens = tokens.replace("cup...", "cup ...")
     assert found == tuple(tokens.split())
 

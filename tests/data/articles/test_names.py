@@ -1,4 +1,4 @@
-"""Names in running text, and which of them are the same."""
+"""Names in running text, and which of them are the same entity."""
 
 from collections import Counter
 
@@ -60,7 +60,7 @@ def test_sentences_end_after_their_quotation_marks():
     ("text", "expected"),
     [
         ("Then he met Barack Obama in London.", ["Barack Obama", "London"]),
-        ("Obama won. He slept.", ["Obama"]),  # usually a name, though it begins the sentence
+        ("Obama won. He slept.", ["Obama"]),  # usually a name, although it begins the sentence
         ("But Obama won.", ["Obama"]),
         ("Police came to the Bank of England on Monday.", ["Bank of England"]),
         ("it was James Ward-Prowse, I think", ["James Ward - Prowse"]),

@@ -1,4 +1,4 @@
-"""Questions from real articles, where there are any."""
+"""Questions from real articles, if they are available."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ def test_they_look_like_the_published_ones(some, tmp_path):
     built = build(some, tmp_path / "out", processes=1)
     count = built.questions["validation"]
     assert built.articles == {"validation": 150}
-    assert count > 300  # the published validation set has 3.2 for each article
+    assert count > 300  # the published validation set has 3.2 per article
     questions = [read(p) for p in (tmp_path / "out" / "questions" / "validation").iterdir()]
     assert len(questions) == count
     assert all(q.answerable and q.question.count(PLACEHOLDER) == 1 for q in questions)

@@ -1,4 +1,4 @@
-"""Batches of questions: shapes, draws, and entities under other names."""
+"""Batches of questions: shapes, draws, and renamed entities."""
 
 import pytest
 import torch
@@ -92,8 +92,8 @@ def test_every_example_is_drawn_about_equally_often(reading):
     for step in range(1200):
         for example in unpadded(batches.batch(step)):
             counts[known[repr(example)]] += 1
-    # 12,000 draws, 200 expected of each: five standard deviations of about 14, and what the
-    # choice of a bucket for ten draws at once adds.
+    # 12,000 draws with 200 expected of each: five standard deviations of about 14, plus the effect
+    # of choosing a bucket for ten draws at once.
     assert counts.min() > 100
     assert counts.max() < 320
 
@@ -108,7 +108,7 @@ def test_all_examples_in_order_once(reading):
 
 @pytest.mark.parametrize("kind", ["text", "all"])
 def test_shuffling_keeps_the_answer_right(reading, kind):
-    """Renamed back, an example is one of the training set; and names do change."""
+    """Renamed back, an example is one of the training set; and the names do change."""
     vocabulary = reading.vocabulary
     names = set(range(vocabulary.first_entity, vocabulary.first_entity + ENTITIES))
     known = set()
@@ -130,7 +130,7 @@ def test_shuffling_keeps_the_answer_right(reading, kind):
 
 
 def canonical(example, names):
-    """An example with its entities numbered as they appear."""
+    """An example with its entities numbered in order of appearance."""
     new = {}
     document, question, answer = example
     for token in (*document, *question, answer):
@@ -162,7 +162,7 @@ def test_answers_that_are_not_in_the_document():
     batch = QuestionBatches(passages, vocabulary, 4).batch(0)
     first = vocabulary.first_entity
     assert ((batch.answers >= first) & (batch.answers < first + 3)).all()
-    assert (batch.answers != batch.document[0]).all()  # it is still none of the document's
+    assert (batch.answers != batch.document[0]).all()  # still not in the document
     assert baselines(passages, vocabulary)["ceiling"] == 0
 
 
@@ -186,7 +186,7 @@ def test_baselines():
 
     passages = Passages.of(
         [
-            # The most frequent entity is in the question, the next is right.
+            # The most frequent entity is in the question; the next one is correct.
             example(
                 "@entity0 met @entity1 . @entity0 and @entity1 . @entity0 met @entity2",
                 "@entity0 met @placeholder",
@@ -208,7 +208,7 @@ def test_the_embedded_task():
     assert cloze_questions(SIZES, seed=6) != (train, valid, test)
     assert all(q.answerable for q in train)
     assert len({len(q.document) for q in train}) > 10
-    # The one who did it: the entity whose sentence shares most with the question.
+    # The correct answer: the entity whose sentence shares the most with the question.
     for question in train[:100]:
         text = " ".join(question.document)
         sentences = [s.split() for s in text.split(" .") if "@entity" in s]

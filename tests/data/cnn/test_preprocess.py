@@ -1,4 +1,4 @@
-"""Preprocessing: once, in parallel, checked, resumed, and never silent about what it skips."""
+"""Preprocessing: once, in parallel, checked, resumable, and with reports of all it skips."""
 
 import logging
 import os
@@ -157,7 +157,7 @@ def test_another_file_makes_the_cache_anew(folder, questions, tmp_path):
 
 
 def changed(path, seconds=1):
-    """Another time of change, such as who writes a file gives it."""
+    """Change the modification time, as rewriting a file does."""
     about = path.stat()
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + seconds * 10**9))
 
@@ -170,7 +170,7 @@ def test_a_changed_file_makes_the_cache_anew(folder, questions, tmp_path):
     changed(path)
     reading, _ = prepared(folder, cache, whole(), processes=1)
     assert decoded(reading, "test")[3][1] == other.question
-    path.write_text(render(other).replace(" the ", " teh "))  # of the same size
+    path.write_text(render(other).replace(" the ", " teh "))  # same size
     changed(path)
     reading, _ = prepared(folder, cache, whole(), processes=1)
     assert decoded(reading, "test")[3][1] == tuple(
@@ -179,7 +179,7 @@ def test_a_changed_file_makes_the_cache_anew(folder, questions, tmp_path):
 
 
 def test_shards_of_changed_files_are_made_anew(folder, questions, tmp_path, monkeypatch):
-    """After a kill, too, what was read of a file that is another now does not count."""
+    """Also after a kill: results from the old content of a changed file do not count."""
     real, made = shards.make, []
 
     def dies(job):
@@ -297,10 +297,10 @@ def test_a_disk_without_locks(folder, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written(folder, tmp_path, monkeypatch):
-    """A cache that is there is used; where there is none, a sentence names the folder."""
+    """An existing cache is used; without one, the error names the folder."""
     cache = tmp_path / "cache"
     prepared(folder, cache, Choice(), processes=1)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root could write anywhere
     monkeypatch.setattr("rbn.data.cnn.preprocess.file_lock", None)
     prepared(folder, cache, Choice(), processes=1)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Question files: round trips, and what is wrong with those that are none."""
+"""Question files: round trips, and errors for invalid ones."""
 
 import pytest
 from hypothesis import given

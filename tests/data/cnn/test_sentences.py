@@ -1,4 +1,4 @@
-"""Sentences, and those of them that a question is about."""
+"""Sentence splitting, and selection of the sentences relevant to a question."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Results made up for the tests, as `rbn publish` writes them."""
+"""Made-up results for the tests, in the format of `rbn publish`."""
 
 import json
 
@@ -18,7 +18,7 @@ def publish(
     nats=None,
     **more,
 ):
-    """A result and a learning curve, as `rbn publish` writes them; `nats`: the losses beside."""
+    """A result and a learning curve in the format of `rbn publish`. nats: with losses."""
     base = configs.published(task) if task in TASKS else {"task": task}
     reader = {"data": {"sentences": more.pop("sentences")}} if "sentences" in more else {}
     config = json.loads(Config(**{**configs.published("ptb"), "task": "ptb"}).to_json())

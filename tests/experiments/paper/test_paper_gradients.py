@@ -1,4 +1,4 @@
-"""Figure 1, computed."""
+"""The computation of Figure 1."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_each_term_normalized_is_the_layer_of_the_library(images, variant):
         states.append(cell(x, states[-1], t))
     loss = F.cross_entropy(head(states[-1]), images.labels)
     expected = [g.norm(dim=1).mean() for g in torch.autograd.grad(loss, states[1:])]
-    # float32, twelve steps in another order of sums
+    # float32, twelve steps with another order of sums
     torch.testing.assert_close(found[1].float(), torch.stack(expected), rtol=1e-4, atol=0)
 
 
@@ -46,7 +46,7 @@ def test_networks_side_by_side_do_not_meet(images):
 
 
 def test_the_last_norm_is_that_of_the_paper():
-    """With 100 images it is about 0.0095 whatever gamma: |softmax - label| / 100."""
+    """With 100 images it is about 0.0095 for any gamma: |softmax - label| / 100."""
     images = Split(torch.rand(3, 100, 1), torch.arange(100) % 10)
     found = gradient_norms(images, gradients.GAMMAS, VARIANTS[0])
     assert found[:, -1].tolist() == pytest.approx([0.0095] * 10, rel=0.1)
@@ -61,8 +61,8 @@ def test_panels(images):
 def test_the_derivative_of_tanh():
     line = gradients.tanh_derivative()
     assert (line.x[0], line.y[0], line.low[0], line.high[0]) == (0, 1, 1, 1)
-    # The expectation of 1 - tanh(x)^2 at unit deviation is 0.6057; 20,000 draws of a deviation
-    # of 0.3 are within 0.01.
+    # The expectation of 1 - tanh(x)^2 at unit deviation is 0.6057; 20,000 samples with a standard
+    # deviation of 0.3 are within 0.01.
     assert line.y[-1] == pytest.approx(0.6057, abs=0.01)
     quartile = 1 - torch.tanh(torch.tensor(0.67449)) ** 2  # half of all |x| are smaller
     assert line.low[-1] < float(quartile) < line.high[-1]

@@ -1,4 +1,4 @@
-"""The paper's lines and tables, published results, and what is made of them."""
+"""The paper's lines and tables, published results, and what the report makes of them."""
 
 import json
 import math
@@ -90,7 +90,7 @@ def test_a_figure_says_which_runs_diverged(tmp_path):
     (ours,) = (line for line in found.panels[1].lines if line.source == OURS)
     assert (ours.x, ours.y) == ((100.0, 200.0, 300.0), (0.5, 0.8, 0.9))
     publish(tmp_path, task="pmnist", test=0.9, values=(0.5, 0.8, 0.9), diverged_at=350)
-    found = figure("fig2", ResultSet.read(tmp_path))  # with no other, they are shown
+    found = figure("fig2", ResultSet.read(tmp_path))  # shown, because there are no others
     (ours,) = (line for line in found.panels[1].lines if line.source == OURS)
     assert ours.x == (100.0, 200.0)
 
@@ -105,7 +105,7 @@ def test_accuracies_and_error_rates(tmp_path):
     assert [row.ours for row in errors if row.results] == ["38.0", "38.0"]
     small = tables.rows(TABLES["fig4a"], result_set.tasks, result_set.runs)
     assert [row.ours for row in small if row.results] == ["45.0"]
-    # Questions that were made go by their task's name and are not held against the paper's.
+    # Built questions appear under their task's name and are not compared with the paper's.
     assert small[-1].cells[0] == "cnn-built, four sentences, valid"
     assert (small[-1].cells[3], small[-1].difference) == ("43.9", "other data")
     assert small[0].cells[0] == "CNN, four sentences, valid"
@@ -118,10 +118,10 @@ def test_settings_of_several_kinds_have_rows_of_their_own(results):
     assert [row.settings for row in rows] == ["ptb-short", "ptb", "ptb-short"]
     assert (
         "Settings: ptb-short. Seeds 1, 2." in figure("fig3a", result_set).caption
-    )  # both have them
+    )  # both models have them
     publish(results, model="lstm", tag="", test=1.38)
     found = figure("fig3a", ResultSet.read(results))
-    assert "Settings: ptb. Seed 1." in found.caption  # nearer to the paper's
+    assert "Settings: ptb. Seed 1." in found.caption  # closer to the paper's
     (line,) = [li for li in found.panels[0].lines if li.name == "BN-LSTM" and li.source == OURS]
     assert not line.low
 
@@ -141,7 +141,7 @@ def test_what_was_measured_on_a_model_is_shown_beside_newer_results(results):
     (results / "ptb/lengths-bn-lstm-short-seed1.csv").write_text(rows)
     titles = ",".join(f"{title} 0" for title in STATISTICS)
     (results / "ptb/statistics-bn-lstm-short-seed2.csv").write_text(f"step,{titles}\n1,0,0,1,1\n")
-    publish(results, model="bn-lstm", tag="", test=1.32)  # nearer to the paper, not measured
+    publish(results, model="bn-lstm", tag="", test=1.32)  # closer to the paper, but not measured
     lengths, statistics = (figure(name, ResultSet.read(results)) for name in ("fig3b", "fig5"))
     assert "Settings: ptb-short. Seed 1." in lengths.caption
     (missing,) = lengths.missing
@@ -188,7 +188,7 @@ def test_the_sweep(results):
 
 
 def test_the_sweep_on_images(tmp_path):
-    """The loss where it was recorded; curves published before that are read, and named."""
+    """Shows the loss if it was recorded; older curves without it can be read, and are named."""
     runs = {"task": "pmnist", "model": "bn-lstm", "test": 0.9, "values": (0.5, 0.8, 0.9)}
     publish(tmp_path, tag="gamma-0.1", nats=(1.5, 0.7, 0.3), **runs)
     publish(tmp_path, tag="gamma-0.3", **runs)
@@ -285,7 +285,7 @@ def test_differences_are_read_from_the_settings(results):
 
 
 def test_a_momentum_that_is_not_named_is_none_at_all(tmp_path):
-    """`mnist` says that it is 0, `mnist-code` leaves it out."""
+    """`mnist` sets it to 0, `mnist-code` omits it."""
     path = publish(tmp_path, task="mnist", model="lstm", tag="code")
     path.write_text(path.read_text().replace(', "momentum": 0}', "}"))
     assert "momentum" not in read_results(tmp_path)[0].config["optimizer"]
@@ -293,7 +293,7 @@ def test_a_momentum_that_is_not_named_is_none_at_all(tmp_path):
 
 
 def test_differences_name_the_models_that_have_them(tmp_path):
-    """None where several do, all of them alike."""
+    """Not named if several models have it in common."""
     for model in ("lstm", "bn-lstm"):
         for seed in (1, 2):
             path = publish(tmp_path, task="ptb", tag="clipped", model=model, seed=seed)

@@ -1,4 +1,4 @@
-"""Which runs a target needs, and how long they take."""
+"""The runs that a target needs, and their estimated time."""
 
 from pathlib import Path
 

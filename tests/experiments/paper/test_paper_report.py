@@ -56,7 +56,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def no_pixels(monkeypatch):
-    """Pictures are drawn as SVG alone, and PNG files are empty: each takes as long as the other."""
+    """Draw figures as SVG only, with empty PNG files: each takes as long as the other."""
     picture = pytest.importorskip("matplotlib.figure").Figure
     save = picture.savefig
 
@@ -208,7 +208,7 @@ dailymail-built,other,bn-e**,4e-3,1,finished,400,400,0.35,0.45,never,0.3,10,G,2,
         ),  # time: the runs of the grid, which shared the GPU
         ("BN-e**", "30.0", "2e-3", "never", "2.5"),
     ]
-    (lucky,) = exceptions(rows)  # the higher rate of BN-e** is worse: 2e-3 is no edge of the grid
+    (lucky,) = exceptions(rows)  # a higher rate of BN-e** is worse: 2e-3 is no edge
     assert "LSTM: 2e-3" in lucky
     assert "(50.0 against 43.0)" in lucky
     (*_, command) = commands(rows)
@@ -302,7 +302,7 @@ def test_models_are_compared_with_settings_that_did_not_diverge(tmp_path):
     assert "LSTM 80.0 (before diverging) (paper 90.2)" in second
     assert "    rbn reproduce table1  # mnist-rmsprop\n" in text
     assert "    rbn reproduce table1 --recipe paper  # mnist, pmnist\n" in text
-    # What was not made with the recipe's settings is not made again by its command.
+    # Runs with other settings than the recipe's are not reproduced by its command.
     other.write_text(other.read_text().replace('"epochs": 200', '"epochs": 20'))
     write(folder, tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
@@ -378,7 +378,7 @@ def test_markdown_has_no_html_of_a_results_file():
     text = markdown_page("title", [*blocks, Items([cruel], code=True)])
     *lines, code = text.splitlines()
     assert "<script" not in Fold(cruel, [Paragraph(cruel)]).markdown()
-    assert code.startswith("    <script>")  # shown as it is
+    assert code.startswith("    <script>")  # shown unchanged
     for line in lines:
         assert "<" not in line
         assert "[" not in line.replace("\\[", "")

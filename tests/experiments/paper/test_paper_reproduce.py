@@ -1,4 +1,4 @@
-"""``rbn reproduce``: from embedded data to tables and figures, in pieces and again."""
+"""``rbn reproduce``: from embedded data to tables and figures, in parts and repeatedly."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def tiny(monkeypatch):
 
     def shorter(config, *rest):
         text = read(config, *rest)
-        if config.kind is task_kinds.TEXT:  # the whole test sequence is read a character at a time
+        if config.kind is task_kinds.TEXT:  # the full test sequence is read step by step
             short = {"train": text.train[:40_000], "test": text.test[:3000]}
             return type(text)(valid=text.valid[:3000], symbols=text.symbols, **short)
         return text if config.kind is task_kinds.QUESTIONS else few(text)
@@ -98,7 +98,7 @@ def test_from_nothing_to_figures_and_again(tmp_path):
 
     done = invoke(tmp_path, "fig3b", "--quick", "--dry-run")
     assert "0 of 2 to do" in done.output
-    done = invoke(tmp_path, "fig5", "--quick")  # the model is there: nothing is trained
+    done = invoke(tmp_path, "fig5", "--quick")  # the model exists: nothing is trained
     assert done.exit_code == 0, done.output
     assert "[1 of" not in done.output
     statistics = figure("fig5", ResultSet.read(tmp_path / "results", True))
@@ -119,7 +119,7 @@ def test_small_layers_of_a_task_are_trained_at_once_on_a_gpu(tmp_path):
     work = made(("table1", "fig6", "table2"), "cuda", tmp_path)
     groups = work._groups(work.to_train())
     sizes = [(group[0].config.task, len(group)) for group in groups]
-    permuted = [("pmnist", 6), ("pmnist", 2)]  # of the table, of the figure
+    permuted = [("pmnist", 6), ("pmnist", 2)]  # of the table and of the figure
     assert sizes == [("mnist", 6), *permuted, *[("ptb", 1)] * 8]
     assert all(len({run.config.task for run in group}) == 1 for group in groups)
     alone = made(("table1",), "cpu", tmp_path)
@@ -150,7 +150,7 @@ def test_runs_at_once_are_those_one_by_one(tmp_path, monkeypatch):
 
 
 def test_one_of_several_diverges(tmp_path, monkeypatch):
-    """The others are trained to their end, and what happened is said."""
+    """The others are trained to the end, and the failure is reported."""
     loss = Classification.loss
 
     def spoilt(task, *batch):
@@ -246,7 +246,7 @@ def test_a_figure_without_its_data_is_made_when_they_are_there(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("written", [0, 1])
 def test_killed_while_a_result_is_published(written, tmp_path, monkeypatch):
-    """It does not count as published before its learning curve is there, too."""
+    """It does not count as published before its learning curve exists, too."""
     replace, files = os.replace, []
 
     def killed(part, path):
@@ -310,7 +310,7 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path):
 
 
 def test_a_finished_run_with_other_settings_is_no_result(tmp_path):
-    """It lies where this one would: the user's own, of the same task, model and seed."""
+    """The folder is taken by a run of the user with the same task, model and seed."""
     arguments = ["--quick", "--seeds", "1"]
     assert invoke(tmp_path, "table2", *arguments).exit_code == 0
     (folder,) = (tmp_path / "runs/pydoc").glob("lstm-*")

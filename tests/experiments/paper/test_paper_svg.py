@@ -1,4 +1,4 @@
-"""Pictures in fewer bytes: every line stays where it was, and every letter."""
+"""Smaller SVG files: every line and every letter stays where it was."""
 
 import io
 import itertools
@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from rbn.experiments.paper.svg import TOLERANCE, compact, thinned_path
 
 SVG, LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
-# What thinning allows, and the rounding of both coordinates to hundredths.
+# The tolerance of thinning, plus the rounding of both coordinates to hundredths.
 FAR = TOLERANCE + math.hypot(0.005, 0.005) + 1e-9
 NUMBER = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """A picture with all that our figures have, as matplotlib writes it and shortened."""
+    """A picture with everything in our figures, as written by matplotlib and shortened."""
     draws = random.Random(1)
     noise = [draws.gauss(0, 1) for _ in range(300)]
     noise[150] = math.nan  # two strokes
@@ -43,7 +43,7 @@ def elements(text, kind):
 
 
 def strokes(data):
-    """Lists of absolute places, of M, L and l alone."""
+    """Lists of absolute positions, from M, L and l only."""
     found = []
     for part in re.findall("M[^M]*", data):
         head, _, rest = part.replace("z", "").partition("l")
@@ -57,7 +57,7 @@ def strokes(data):
 
 
 def distance(point, line):
-    """From a point to the nearest place of a line."""
+    """The distance from a point to the nearest point of a line."""
     found = []
     for ends in itertools.pairwise(line):
         p, a, b = (complex(*place) for place in (point, *ends))
@@ -72,7 +72,7 @@ def test_every_line_is_where_it_was(pair):
     assert len(before) == len(after)
     thinned = 0
     for old, new in zip(before, after, strict=True):
-        one, two = (path.get("d", "") for path in (old, new))  # a blank has none
+        one, two = (path.get("d", "") for path in (old, new))  # a space has none
         if re.search("[QC]", one):
             assert list(map(float, NUMBER.findall(one))) == list(map(float, NUMBER.findall(two)))
             continue
@@ -127,7 +127,7 @@ def test_it_is_much_shorter(pair):
     [
         ([(0, 0), (1, 0.009), (2, 0)], [(0, 0), (2, 0)]),
         ([(0, 0), (1, 0.011), (2, 0)], [(0, 0), (1, 0.011), (2, 0)]),
-        ([(0, 0), (5, 0), (1, 0)], [(0, 0), (5, 0), (1, 0)]),  # there and back again
+        ([(0, 0), (5, 0), (1, 0)], [(0, 0), (5, 0), (1, 0)]),  # there and back
         ([(0, 0), (1, 1), (0, 0)], [(0, 0), (1, 1), (0, 0)]),
         ([(3, 4)], [(3, 4)]),
         ([(1, 1), (1, 1)], [(1, 1), (1, 1)]),

@@ -1,4 +1,4 @@
-"""Storages to test sweeps with: two kinds of file, and a PostgreSQL server of our own."""
+"""Storages for tests of sweeps: two kinds of file, and our own PostgreSQL server."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ PLACES = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")))
 
 
 def unprivileged():
-    """How to start a process as someone who may run a server: root may not."""
+    """How to start a process as a user who may run a server, which root may not."""
     if os.geteuid() != 0:
         return {}, None
     for name in ("postgres", "nobody"):
@@ -33,7 +33,7 @@ def unprivileged():
 
 @pytest.fixture(scope="session")
 def postgres():
-    """The URL of a server that is there for these tests alone, on a socket in its own folder."""
+    """The URL of a server for these tests only, on a socket in its own folder."""
     pytest.importorskip("psycopg", reason="no driver for PostgreSQL: psycopg is not installed")
     path = os.pathsep.join([os.environ.get("PATH", ""), *PLACES])
     programs = [shutil.which(name, path=path) for name in ("initdb", "postgres")]
@@ -41,7 +41,7 @@ def postgres():
         pytest.skip("no PostgreSQL server: no initdb in PATH nor in /usr/lib/postgresql/*/bin")
     initdb, server = programs
     who, user = unprivileged()
-    # Not pytest's own folder: it is closed to others, and a socket's path must be short.
+    # Not pytest's folder, which other users cannot access; a socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="rbn-pg-"))
     process = None
     try:
@@ -62,7 +62,7 @@ def postgres():
         yield url
     finally:
         if process is not None:
-            process.send_signal(signal.SIGINT)  # does not wait for those who are connected
+            process.send_signal(signal.SIGINT)  # does not wait for connected clients
             process.wait(timeout=60)
         shutil.rmtree(folder)
 
@@ -91,7 +91,7 @@ def where(request, tmp_path):
 
 @pytest.fixture
 def make(tmp_path):
-    """Make the file of a sweep on digits, small, and read it."""
+    """Write the file of a small sweep on digits, and read it."""
     import yaml
 
     need_optuna()
@@ -100,12 +100,12 @@ def make(tmp_path):
         small = {"hidden_size": 4, "epochs": 1, "evaluate_every": 4, "batch_size": 200}
         found = {
             "config": "digits",
-            "model": "lstm",  # quick to look at: it has no statistics
+            "model": "lstm",  # fast to evaluate, because it has no statistics
             "set": small,
             "sampler": "grid",
             "space": {"optimizer.lr": [0.01, 0.001]},
         } | content
-        path = tmp_path / f"{name or tmp_path.name}.yaml"  # its own name in a server that is shared
+        path = tmp_path / f"{name or tmp_path.name}.yaml"  # a unique name on a shared server
         path.write_text(yaml.safe_dump(found, sort_keys=False))
         return sweep_file.read(str(path), settings)
 

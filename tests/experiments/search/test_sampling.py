@@ -1,4 +1,4 @@
-"""Samplers and pruners: who chooses, and who gives up."""
+"""Samplers and pruners."""
 
 import math
 import statistics
@@ -31,7 +31,7 @@ def test_random_settings_depend_on_the_number_alone(make, tmp_path, worker):
     assert settings("seed", 1, seed=2) != one
     rates = [math.log10(point["optimizer.lr"]) for point in one]
     assert all(-5 <= rate <= -1 for rate in rates)
-    # Evenly by logarithm: each half has 15 of 30 expected, and less than 5 once in 6,000 times.
+    # Uniform in the logarithm: 15 of 30 are expected in each half, less than 5 once in 6,000 times.
     assert 5 <= sum(rate < -3 for rate in rates) <= 25
     assert {point["patience"] for point in one} == {2, 4, 6, 8, 10}
     assert {point["model"] for point in one} == {"lstm", "bn-lstm"}
@@ -47,8 +47,8 @@ def test_tpe_comes_nearer(make, tmp_path, worker):
         misses.append(miss)
         assert mine.complete(number, -miss)
     assert len(misses) == 30
-    # Half of what is drawn evenly from these 6 decades misses by 1.5 or more. Of seeds 1 to 10 the
-    # medians of the last 15 were from 0.4 to 0.9 with TPE and from 0.77 to 2.8 at random.
+    # Half of uniform samples from these 6 decades miss by 1.5 or more. For seeds 1 to 10 the
+    # medians of the last 15 were 0.4 to 0.9 with TPE and 0.77 to 2.8 with random sampling.
     assert statistics.median(misses[-15:]) < 1.0 < statistics.median(misses[:8])
 
 
@@ -70,7 +70,7 @@ def test_every_pruner_gives_up_the_worse(pruner, lengths, make, tmp_path, worker
     while (number := mine.take()) is not None:
         trial, _ = mine.begin(number)
         for look in range(6):
-            trial.report(0.9 - 0.1 * number, look)  # each is worse than those before it
+            trial.report(0.9 - 0.1 * number, look)  # each is worse than the previous ones
             if trial.should_prune():
                 break
         found.append(look + 1)

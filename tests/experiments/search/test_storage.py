@@ -1,4 +1,4 @@
-"""Where trials are kept: what is refused, and what is not shown."""
+"""Storages of trials: what is rejected, and what is not shown."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_passwords_are_not_shown():
 
 
 def test_a_damaged_last_line_of_a_journal_is_named(make, tmp_path, worker):
-    """Optuna would ignore it, as if a kill had left half of it."""
+    """Optuna would ignore it, as if a kill had left half a line."""
     path, sweep = tmp_path / "sweep.log", make("mine")
     worker(sweep, str(path))
     whole = path.read_bytes()

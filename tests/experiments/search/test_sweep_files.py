@@ -1,4 +1,4 @@
-"""Files of sweeps: the paper's grids, and every mistake named before any work."""
+"""Sweep files: the paper's grids, and every mistake is named before any work."""
 
 import pytest
 import yaml
@@ -28,7 +28,7 @@ def test_every_packaged_sweep_is_right(name):
 def test_mnist_varies_each_setting_by_itself(task):
     found = trials_of(f"{task}-table5")
     base = configs.from_mapping(configs.for_model(configs.published(task), "bn-lstm"))
-    assert len(found) == 2 * (1 + 2 + 1 + 2) + 4  # the base; rates, decays, sizes; gammas
+    assert len(found) == 2 * (1 + 2 + 1 + 2) + 4  # the base; rates, decays and sizes; gammas
     assert len(set(map(str, found))) == len(found)
     assert sum(config == base for config in found) == 1  # bn-lstm, as published
     for model in ("lstm", "bn-lstm"):
@@ -237,5 +237,5 @@ def test_what_must_not_change(make):
     assert make("first", settings=["epochs=2"]).differences(stored) == ["config"]
     assert make("first", seed=2, pruner="median").differences(stored) == ["pruner", "seed"]
     for config in stored["config"].values():
-        del config["valid_windows"]  # as if by a version that did not know it
+        del config["valid_windows"]  # as written by a version without this setting
     assert sweep.differences(stored) == []

@@ -1,4 +1,4 @@
-"""Who works on which trial: each is taken once, and a killed worker's is taken up again."""
+"""Assignment of trials: each is taken once, and a killed worker's trial is taken again."""
 
 import pickle
 import signal
@@ -17,7 +17,7 @@ from rbn.experiments.search.status import sweep_status
 from rbn.experiments.search.storage import load_study
 from rbn.experiments.search.trials import SILENT
 
-# Takes a trial and gives signs of life until it is killed.
+# Takes a trial and sends heartbeats until it is killed.
 HOLDER = """
 import pickle, sys, time
 from rbn.experiments.search.heartbeat import Heartbeat
@@ -55,7 +55,7 @@ def test_every_trial_is_taken_once(where, make, worker):
         thread.start()
     for thread in threads:
         thread.join()
-    # Trial number n is point n of the grid, whoever took it.
+    # Trial number n is point n of the grid, whichever worker takes it.
     assert sorted(taken) == [(k, float(k + 1)) for k in range(12)]
 
 
@@ -81,14 +81,14 @@ def test_killed_and_taken_up_again(where, make, tmp_path, worker, warm_process):
         assert process.wait(60) == -signal.SIGKILL
         began = time.monotonic()
         while (again := mine.take()) is None:
-            # Far more than SILENT heartbeats, for a machine with much to do.
+            # Far more than SILENT heartbeats, for a busy machine.
             assert time.monotonic() - began < 60
             time.sleep(0.1)
     finally:
         process.kill()
     assert again == number
     assert len(mine.frozen(number).user_attrs["dead"]) == 1
-    assert mine.begin(number)[1] == {"optimizer.lr": 0.01}  # as it was chosen before
+    assert mine.begin(number)[1] == {"optimizer.lr": 0.01}  # as chosen before
     assert mine.complete(number, 0.7)
     assert mine.all_finished()
     assert states(mine) == ["COMPLETE", "COMPLETE"]
@@ -105,10 +105,10 @@ def test_thought_to_be_dead(where, make, monkeypatch, worker):
     assert other.complete(1, 0.1)
     assert other.take() is None
     clock[0] += SILENT * sweep.heartbeat
-    assert other.take() is None  # not longer than that
+    assert other.take() is None  # but not longer than that
     slow.beat(0)
     clock[0] += 1
-    assert other.take() is None  # a sign of life
+    assert other.take() is None  # a heartbeat
     clock[0] += SILENT * sweep.heartbeat + 1
     assert other.take() == 0
     assert not slow.holds(0)
@@ -128,7 +128,7 @@ def test_a_trial_that_kills_its_workers_is_given_up(make, tmp_path, monkeypatch,
     sweep, where = make(trials=1), str(tmp_path / "sweep.db")
     workers = [worker(sweep, where) for _ in range(4)]
     for mine in workers[:3]:
-        assert mine.take() == 0  # each dies of it
+        assert mine.take() == 0  # each worker dies
         for other in workers:
             other.take()
         clock[0] += SILENT * sweep.heartbeat + 1
@@ -156,7 +156,7 @@ def test_more_trials_later(make, tmp_path, worker):
     few = make("growing", trials=1)
     mine = worker(few, where)
     assert mine.take() == 0
-    mine.study.enqueue_trial({})  # as another worker may at the same moment
+    mine.study.enqueue_trial({})  # as another worker might at the same moment
     assert mine.take() is None
     assert mine.complete(0, 0.5)
     assert mine.all_finished()
@@ -167,7 +167,7 @@ def test_more_trials_later(make, tmp_path, worker):
 
 
 def test_fewer_trials_later(make, tmp_path, worker):
-    """Those that were finished before are not hidden."""
+    """Trials that were finished before are not hidden."""
     where = str(tmp_path / "sweep.db")
     space = {"clip": [1.0, 2.0, 3.0]}
     mine = worker(make("shrinking", space=space), where)
@@ -203,7 +203,7 @@ def test_a_heartbeat_renews_and_notices(make, tmp_path, worker):
         assert heartbeat.lost
         count = other.frozen(number).user_attrs["beat"]
         time.sleep(0.6)
-        assert other.frozen(number).user_attrs["beat"] == count  # it has stopped
+        assert other.frozen(number).user_attrs["beat"] == count  # the heartbeat has stopped
 
 
 def test_the_storage_may_be_away_for_a_moment(make, tmp_path, monkeypatch, worker):

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def start(tmp_path):
-    """A worker for a sweep, and what it says."""
+    """A worker for a sweep, and its messages."""
 
     def start(sweep, where=None, **options):
         said = []
@@ -93,7 +93,7 @@ def test_a_trials_memory_is_given_back(make, start, monkeypatch):
 @pytest.mark.slow
 def test_pruned_on_the_validation_curve(make, start, tmp_path):
     sweep = make(
-        # The rate of the second is too small to learn anything.
+        # The second learning rate is too small to learn anything.
         space={"optimizer.lr": [0.05, 1e-9, 0.05001]},
         pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 1},
         set={"hidden_size": 8, "epochs": 4, "evaluate_every": 4, "batch_size": 200},
@@ -104,14 +104,14 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
     assert (first.state, second.state) == ("complete", "pruned")
     assert third.state in ("complete", "pruned")
     assert len(first.curve) == 6
-    assert len(second.curve) == 2  # the first look is spared
+    assert len(second.curve) == 2  # the first evaluation is never pruned
     assert second.curve[1] < first.curve[1]
     assert f"trial 1: pruned at step 8, best accuracy {second.best:.4f}" in said
     folder = tmp_path / "runs" / "trial-0001"
     _, metadata = checkpoint.load(folder / "last.safetensors")
     assert (metadata["progress"]["step"], metadata["progress"]["finished"]) == (8, False)
     assert not (folder / "result.json").exists()
-    # Who wants it may still train it to its end.
+    # Users may still train it to the end.
     fit = TrainingSession([(folder, *run_folder.read_config(folder))], CPU)
     fit.train()
     assert fit.trainers[0].progress.finished
@@ -119,7 +119,7 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # by the pruner
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # from the pruner
 def test_pruned_before_it_has_a_figure(make, start, monkeypatch):
     sweep = make(
         space={"optimizer.lr": [0.05, 0.01]},
@@ -169,7 +169,7 @@ class Killed(BaseException):
 @pytest.mark.slow
 def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_CHECKPOINT_SECONDS", 0.0)
-    # Looks after steps 2, 4 and 6: killed during the second, when the first is saved.
+    # Evaluates after steps 2, 4 and 6: killed during the second, when the first is saved.
     sweep = make(
         trials=1,
         heartbeat=0.2,
@@ -190,7 +190,7 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     worker, _ = start(sweep)
     with monkeypatch.context() as patch:
         patch.setattr(module._TrialObserver, "_report", killed)
-        patch.setattr(Trials, "release", lambda self, number: True)  # the dead release nothing
+        patch.setattr(Trials, "release", lambda self, number: True)  # dead workers release nothing
         with pytest.raises(Killed):
             worker.work()
     assert states(sweep, worker.job.storage) == ["running"]
@@ -224,7 +224,7 @@ def test_many_failures_in_a_row_stop_the_worker(make, start):
 
 @pytest.mark.parametrize(("seconds", "good"), [(0.0, 5), (60.0, 5), (60.0, 1)])
 def test_a_trial_that_diverges(seconds, good, make, start, monkeypatch):
-    """It has the best model of those that were looked at, whenever a checkpoint was due."""
+    """It has the best evaluated model, whenever a checkpoint was due."""
     monkeypatch.setattr(build, "_CHECKPOINT_SECONDS", seconds)
     loss, steps = Classification.loss, []
 
@@ -274,7 +274,7 @@ def test_a_trial_that_another_has_taken(make, start, monkeypatch):
         patch.setattr(worker, "_left", lambda: next(times))
         assert not worker.work()
     assert "trial 0: another worker" in said[-1]
-    assert states(worker.job.sweep, worker.job.storage) == ["running"]  # the other's
+    assert states(worker.job.sweep, worker.job.storage) == ["running"]  # the other worker's
 
 
 def test_waits_for_the_trials_of_others(make, start, monkeypatch):

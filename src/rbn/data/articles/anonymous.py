@@ -13,7 +13,7 @@ from rbn.data.cnn.question import PLACEHOLDER, MalformedQuestion
 from rbn.data.cnn.sentences import COMMON_WORDS
 
 _GAP = "placeholdergap"  # a lower-case word that no text contains
-_WHOLE = re.compile(rf"(?<![\w@]){PLACEHOLDER}(?!\w)")  # not a part of another word
+_WORD = re.compile(rf"(?<![\w@]){PLACEHOLDER}(?!\w)")  # not a part of another word
 _PIECE = re.compile(r"@\w+|'(?:s|ve|m|re|ll|d)\b|\w+|\.\.\.|--|[^\w\s]")
 
 
@@ -33,14 +33,14 @@ def anonymous(
     Raises:
         MalformedQuestion: the question has no ``@placeholder``, or several.
     """
-    count, whole = question.count(PLACEHOLDER), len(_WHOLE.findall(question))
-    if count != 1 or whole != 1:
-        number = whole if count == 1 else count
+    count, words = question.count(PLACEHOLDER), len(_WORD.findall(question))
+    if count != 1 or words != 1:
+        number = words if count == 1 else count
         raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, got {number}")
     if "@entity" in document:
         return tuple(document.split()), question_tokens(question), {}
     usage = Usage(Counter(dict.fromkeys((*common, *COMMON_WORDS), 1)), Counter())
-    texts, entities = anonymised(document, [_WHOLE.sub(f" {_GAP} ", question)], usage)
+    texts, entities = anonymised(document, [_WORD.sub(f" {_GAP} ", question)], usage)
     asked = tuple(PLACEHOLDER if token == _GAP else token for token in texts[1])
     return texts[0], asked, entities
 
@@ -49,5 +49,5 @@ def question_tokens(question: str) -> tuple[str, ...]:
     """The tokens of a question, with the ``@placeholder`` separated from its neighbours."""
     tokens: list[str] = []
     for token in question.split():
-        tokens += _PIECE.findall(plain(token)) if _WHOLE.search(token) else [token]
+        tokens += _PIECE.findall(plain(token)) if _WORD.search(token) else [token]
     return tuple(tokens)

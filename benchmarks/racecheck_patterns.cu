@@ -1,10 +1,10 @@
-// Minimal programs, for racecheck_patterns.py: in each of a few rounds some threads write what others read. A block has
-// three warps: two that work, and the last one, which serves them. What is over a pattern says whether it is right and
-// whether it needs the three blocks to be a cluster; the rest is its description.
+// Minimal programs for racecheck_patterns.py: in each of a few rounds, some threads write what others read. A block has
+// three warps: two workers, and the last one, which serves them. The comment above a pattern says whether it is right
+// and whether it needs the three blocks to be a cluster, and then describes it.
 typedef unsigned u32;
 
 struct Args {
-  u32* wrong;         // counts numbers that were not the expected ones
+  u32* wrong;         // counts unexpected numbers
   const u32* memory;  // 0, 1, 2, ...
   int rounds;
 };
@@ -56,8 +56,8 @@ __device__ __forceinline__ void send(u32 to, u32 barrier, u32 v) {
                ::"r"(to), "r"(barrier), "r"(v) : "memory");
 }
 
-// A thread in round t, in which it writes v, or reads `some` of eight such numbers. late: who is late for the barrier, 1
-// the server, 2 the others.
+// A thread in round t: writes v, or reads `some` of eight such numbers. late: who is late for the barrier, 1 the server,
+// 2 the others.
 struct Here {
   volatile u32 *data, *totals;  // [64], [16]
   u32 bars;                     // two barriers
@@ -71,7 +71,7 @@ struct Here {
   __device__ __forceinline__ u32 next(u32 i = 1) const { return (blockIdx.x + i) % 3; }
   __device__ __forceinline__ void write() { if (server && lane < 8) data[lane] = v; linger(); }
   __device__ __forceinline__ void read() { if (!server) see(data[some], v); __syncthreads(); }
-  // Sums of the workers to the server, and what it makes of them back: half 0, then 1.
+  // Sends sums of the workers to the server, and its results back: half 0, then 1.
   template <class Bring>
   __device__ __forceinline__ void sums(int half, Bring bring) {
     volatile u32 *room = data + 16 * half, *total = totals + 8 * half;
@@ -88,7 +88,7 @@ struct Here {
     if (!server) see(total[some], 2 * v);
   }
 };
-struct Base { static constexpr u32 count = 1, bytes = 0; };  // what comes to a barrier in a round: arrivals, bytes
+struct Base { static constexpr u32 count = 1, bytes = 0; };  // arrivals and bytes at a barrier per round
 #define ROUND static __device__ __forceinline__ void round(Here& h)
 
 // right: the server writes, __syncthreads, the others read

@@ -18,7 +18,7 @@ _PIPED = 100_000  # characters, wider than any table
 stopped = False  # whether `stop` has printed a reason
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto uses a GPU if available.")]
 DataDir = Annotated[
-    Path | None, typer.Option(help="Data folder. Default: $RBN_DATA, else ~/.cache/rbn/data.")
+    Path | None, typer.Option(help="Data folder. Default: RBN_DATA, else ~/.cache/rbn/data.")
 ]
 Run = Annotated[
     Path,

@@ -25,7 +25,7 @@ _PACKAGES = {"sklearn": "scikit-learn", "pydoc_data": "Python"}
 Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of data sets.")]
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", help="Data folder. Default: $RBN_DATA, else ~/.cache/rbn/data."),
+    typer.Option("--data-dir", help="Data folder. Default: RBN_DATA, else ~/.cache/rbn/data."),
 ]
 
 

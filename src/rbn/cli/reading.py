@@ -26,7 +26,7 @@ Processes = Annotated[
     int | None, typer.Option(help="Number of processes. Default: one per processor.")
 ]
 DataDir = Annotated[
-    Path | None, typer.Option(help="Data folder. Default: $RBN_DATA, else ~/.cache/rbn/data.")
+    Path | None, typer.Option(help="Data folder. Default: RBN_DATA, else ~/.cache/rbn/data.")
 ]
 Sentences = Annotated[int, typer.Option(help="Sentences to keep of each document; 0 keeps all.")]
 

@@ -20,7 +20,7 @@ class ProgressBars:
     If the console is not a terminal, prints a line at each evaluation instead.
 
     Args:
-        console: to print to.
+        console: the console to print to.
     """
 
     def __init__(self, console: Console) -> None:

@@ -24,7 +24,7 @@ from rbn.training.atomic_files import read_checked, write_atomic, write_checked
 from rbn.training.schedule import Progress
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
-_CURVE_CHECKSUM = "metrics_sha256"  # of the learning curve that belongs to a result
+_CURVE_CHECKSUM = "metrics_sha256"  # checksum of the result's learning curve
 NATS = ("valid_batch_nats", "valid_population_nats")  # if the metric is not the cross-entropy
 
 

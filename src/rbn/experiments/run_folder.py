@@ -57,7 +57,7 @@ def _format(settings: Mapping[str, Any], key: str) -> str:
 def create(folder: Path, config: Config, seed: int, command: str | None = None) -> None:
     """Create a run's folder with its settings.
 
-    command: that reproduces the run, without the seed.
+    command: the command that reproduces the run, without the seed.
     """
     check_available(folder, config, seed)
     if (folder / "config.json").exists():

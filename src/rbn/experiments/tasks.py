@@ -133,7 +133,7 @@ class NextSymbol(BaseTask):
 
     kind = TEXT
     row_dims = (1, 1)
-    estimates_with_masks = False  # as the published results of beyond/ptb and beyond/text8
+    estimates_with_masks = False  # like the published results of beyond/ptb and beyond/text8
 
     def __init__(
         self,

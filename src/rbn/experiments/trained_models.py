@@ -62,7 +62,7 @@ def evaluate(
     """Evaluate a trained model.
 
     Args:
-        task: from `open_task`.
+        task: result of `open_task`.
         split: one of the task's `split_names`.
         statistics: ``population`` or ``batch``.
         length: for texts: characters per window, or ``full`` for the text as one sequence, which
@@ -113,7 +113,7 @@ def sample(
     """Continue a prompt, a character at a time.
 
     Args:
-        model: from `open_language_model`.
+        model: result of `open_language_model`.
         symbols: the alphabet.
         prompt: at least one character.
         length: characters to sample.

@@ -35,7 +35,7 @@ T = TypeVar("T", bound="FreshStatistics")
 # Steps that fewer kept sequences than this reach, and fewer than a quarter of them, use the
 # statistics of the closest earlier step: the variance of a few rows may be close to 0.
 _FEW_ROWS = 16
-# Of zoneout's masks in an estimate: the same weights and inputs always give the same statistics.
+# Seed of the masks in an estimate: the same weights and inputs always give the same statistics.
 _SEED = 0
 
 
@@ -280,7 +280,7 @@ class FreshStatistics(Recurrence):
             self.__dict__["_warned_step"] = True
             checks.warn(
                 f"{type(self).__name__} continues from its previous step, but step was not given: "
-                "each call uses the statistics of step 0. Pass the number of the step: "
+                "each call uses the statistics of step 0. Pass the step number: "
                 "cell(input, hx, step)"
             )
         self.recent_calls.remember_last(states[0])

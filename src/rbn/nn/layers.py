@@ -89,7 +89,7 @@ class Layers(Recurrence, Generic[GivenStates]):
                 one = [self._own(name + suffix) for name in names]
                 if self.bias:
                     one.append(nn.Parameter(torch.zeros_like(one[-1]), requires_grad=False))
-                    if (beta_n := self._parameter(f"beta_n{suffix}")) is not None:  # of a GRU
+                    if (beta_n := self._parameter(f"beta_n{suffix}")) is not None:  # GRU only
                         one[-1][-len(beta_n) :] = beta_n.detach()
                 weights.append(one)
         return weights

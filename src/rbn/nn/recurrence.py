@@ -38,7 +38,7 @@ def autocast_on(device: str) -> bool:
 class Recurrence(nn.Module, abc.ABC):
     """One type of recurrent network: its parameters and how to run one layer of it."""
 
-    definition: ClassVar[Definition]  # of the operator to run
+    definition: ClassVar[Definition]  # the operator to run
     gates: ClassVar[int] = 4  # the weight matrices have gates * hidden_size rows
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
     weight_dropout = 0.0  # layers only; cells have none
@@ -46,7 +46,7 @@ class Recurrence(nn.Module, abc.ABC):
     # steps that enough of them reach.
     _all_rows: int | None = None
     _common_steps: int | None = None
-    _generator: torch.Generator | None = None  # of zoneout's masks; None: the global random state
+    _generator: torch.Generator | None = None  # for zoneout's masks; None: torch's default
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Recurrence(nn.Module, abc.ABC):
         """Warn if a cell with statistics per step is called without `step` after its first step."""
 
     def _check_repeated_step(self, hx: Any, states: States) -> None:
-        """The same in `eval()`, where `hx` gave `states`."""
+        """Like `_check_first_step`, in `eval()`. states: the result of the step from `hx`."""
 
     @abc.abstractmethod
     def _run_call(

@@ -106,7 +106,7 @@ def update(
     squares,
     steps,  # float32, the number of this step, from 1
     rate,  # a number or a pointer
-    divisor,  # of the gradients
+    divisor,  # divides the gradients
     skip,  # 1: change nothing
     FIRST: tl.constexpr,
     SIZES: tl.constexpr,

@@ -60,7 +60,7 @@ class Progress:
     """The progress of a run: all of its state except tensors."""
 
     step: int = 0
-    seconds: float = 0.0  # of training, summed over all sessions
+    seconds: float = 0.0  # training time, summed over all sessions
     together: int = 1  # largest number of runs that shared the device and thus the time
     best: float | None = None
     best_step: int = 0

@@ -167,7 +167,7 @@ class Trainer:
         self._stopping = False
         self._random = RandomState(device)
         self._seed = self.ranks.from_first(torch.initial_seed)
-        self._share = 1.0  # of the rows of the current minibatch
+        self._share = 1.0  # this process's share of the current minibatch's rows
         self._step: Callable[..., Tensor] = self._optimize
         self._captures = graph
         if graph:

@@ -18,7 +18,7 @@ class Passages:
 
     Attributes:
         documents: symbols of all documents, int32 ``[total]``.
-        document_offsets: where each begins, and the last ends, int64 ``[N + 1]``.
+        document_offsets: start of each document, and end of the last one, int64 ``[N + 1]``.
         questions: symbols of all questions, int32 ``[total]``.
         question_offsets: int64 ``[N + 1]``.
         answers: symbols, int32 ``[N]``.
@@ -91,7 +91,7 @@ class Reading:
         train: questions to train on.
         valid: questions to select the best model.
         test: questions to report.
-        vocabulary: of all parts.
+        vocabulary: vocabulary of all parts.
         test_cnn: a second test set, from another newspaper than the other parts; None if the set
             has none.
     """

@@ -44,7 +44,7 @@ class Config:
         average: decay of a running average of the parameters, which is then evaluated and kept;
             None: the parameters themselves.
         dropout: between the layer's output and the softmax; readers have ``layer.dropout``.
-        precision: in Lightning Fabric's words.
+        precision: a precision of Lightning Fabric, one of `PRECISIONS`.
         optimizer: its name, ``adam``, ``adamw``, ``rmsprop`` or ``sgd``, and arguments of torch's
             class. AdamW's ``weight_decay`` applies to matrices only.
         start: initialization of the recurrent weights.

@@ -21,7 +21,7 @@ class Line:
     Attributes:
         series: what it shows, such as ``BN-LSTM``. Lines of the same series share a colour.
         source: ``paper`` or ``ours``.
-        x: from left to right.
+        x: the positions, from left to right.
         y: the values at `x`.
         low: lower edge of a band around the line; empty without a band.
         high: upper edge of the band.
@@ -64,7 +64,7 @@ class Figure:
         name: such as ``fig3a``.
         title: a few words.
         caption: full sentences.
-        panels: from left to right.
+        panels: its panels, from left to right.
         missing: a phrase for each line that is still missing.
         many: whether the lines are values of one quantity, coloured from dark to bright.
     """
@@ -78,7 +78,7 @@ class Figure:
 
     @property
     def has_ours(self) -> bool:
-        """Whether it has a line of ours."""
+        """Whether it shows any of our results."""
         return any(line.source == OURS for panel in self.panels for line in panel.lines)
 
 

@@ -66,7 +66,7 @@ def write_report(results: ResultSet, folder: Path, compared: Path | None = None)
 
     Args:
         results: the published results.
-        folder: where to write; created if needed.
+        folder: output folder; created if needed.
         compared: the ``comparison.csv`` of ``benchmarks/compare_rates.py``.
 
     Returns:

@@ -45,7 +45,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     # Seeds of neighbouring sweeps and trials are far apart, and below 2**32, as NumPy requires.
     seed = (sweep.seed * 1_000_003 + number * 7919) % 2**32
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Optuna calls experimental
+        warnings.simplefilter("ignore")  # warnings about experimental features
         sampler: BaseSampler = kind(seed=seed, **options)
     return sampler
 

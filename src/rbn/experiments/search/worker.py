@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
     from rich.console import Console
 
-_MOST_FAILURES = 3  # in a row
+_MOST_FAILURES = 3  # consecutive trials
 _LONGEST_WAIT = 5.0  # seconds between checks of other workers' trials
 
 

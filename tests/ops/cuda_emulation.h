@@ -34,6 +34,15 @@ template <class T> T __ldg(const T* p) { return *p; }
 struct Meeting {
   int arrived = 0, times = 0;
 };
+// Made when a thread waits for it, no earlier: so that a wait that is missing shows.
+struct Copy {
+  void* to;
+  const void* from;  // null: of `value`
+  int bytes;
+  uint4 value;
+  unsigned barrier;  // that counts it
+  void make() const { memcpy(to, from ? from : &value, bytes); }
+};
 struct Block;
 struct Cluster {
   Meeting meeting;
@@ -51,18 +60,14 @@ struct Block {
   unsigned rank;  // in the cluster
   std::vector<Warp> warps;
   std::vector<uint4> memory;
+  std::vector<Copy> copies;
 };
 struct Index { unsigned x, y; };
-struct Copy {
-  void* to;
-  const void* from;  // null: zeros
-  int bytes;
-};
 struct Fiber {
   ucontext_t context;
   jmp_buf place_in_code;
   std::vector<char> stack;
-  std::vector<Copy> copies;  // asked for, and made when the thread waits for them
+  std::vector<Copy> copies;
   Block* block;
   Warp* warp;
   Index thread, place;

@@ -129,9 +129,8 @@ inline float rsqrt_(float x) { return 1.0f / std::sqrt(x); }
 // In place of in_block:
 inline u32 offset_of(u32 address) { return address & ((1u << RANK_AT) - 1); }
 inline u32 in_block(u32 address, u32 rank) { return offset_of(address) | rank << RANK_AT; }
-inline char* at_address(u32 address) {
-  return (char*)current->block->cluster->blocks.at(address >> RANK_AT)->memory.data() + offset_of(address);
-}
+inline Block& block_of(u32 address) { return *current->block->cluster->blocks.at(address >> RANK_AT); }
+inline char* at_address(u32 address) { return (char*)block_of(address).memory.data() + offset_of(address); }
 
 // In place of start_barrier:
 struct Barrier {  // 8 bytes, as mbarrier's
@@ -158,7 +157,20 @@ inline void expect(u32 barrier, u32 bytes) {
 
 // In place of await_phase:
 inline void await_phase(u32 barrier, u32 phase) {
-  while ((barrier_at(barrier).phases & 1) == (phase & 1)) yield();
+  auto& copies = current->block->copies;
+  while ((barrier_at(barrier).phases & 1) == (phase & 1)) {
+    for (size_t i = 0; i < copies.size();) {
+      const Copy c = copies[i];
+      if (c.barrier != barrier) {
+        i++;
+        continue;
+      }
+      c.make();
+      barrier_at(barrier).add(-c.bytes);
+      copies[i] = copies.back(), copies.pop_back();
+    }
+    yield();
+  }
   __syncwarp();
 }
 
@@ -166,8 +178,9 @@ inline void await_phase(u32 barrier, u32 phase) {
 template <class T>
 void send(bool there, u32 to, u32 barrier, T v) {
   if (!there) return;
-  memcpy(at_address(to), &v, sizeof v);
-  barrier_at(barrier).add(-int(sizeof v));
+  Copy c = {at_address(to), nullptr, sizeof v, {}, barrier};
+  memcpy(&c.value, &v, sizeof v);
+  block_of(barrier).copies.push_back(c);
 }
 inline void send(u32 to, u32 barrier, float v) { send(true, to, barrier, v); }
 
@@ -198,14 +211,126 @@ void done() {
 // In place of fetch_async:
 template <int BYTES>
 void fetch_async(u32 to, const void* from, bool there) {
-  current->copies.push_back({at_address(to), there ? from : nullptr, BYTES});
+  current->copies.push_back({at_address(to), there ? from : nullptr, BYTES, {}, 0});
 }
 
 // In place of fetched:
 inline void fetched() {
-  for (const Copy& c : current->copies)
-    if (c.from) memcpy(c.to, c.from, c.bytes);
-    else memset(c.to, 0, c.bytes);
+  for (const Copy& c : current->copies) c.make();
   current->copies.clear();
   __syncwarp();
+}
+
+// In place of maybe_late:
+inline void maybe_late(u32) {}
+
+// In place of pass_word:
+inline void pass_word(uint4* p, uint4 v) { *p = v; }
+
+// In place of for_copies:
+inline void for_copies() {}
+
+// In place of copy_bulk:
+inline void copy_bulk(u32 to, const uint4* from, u32 bytes, u32 barrier) {
+  current->block->copies.push_back({at_address(to), from, int(bytes), {}, barrier});
+}
+
+// In place of bring_row:
+inline void bring_row(const void*, u32) {}
+
+// In place of bring:
+inline void bring(const void*) {}
+
+// In place of load_mask:
+inline u32 load_mask(const unsigned char* p, bool on) { return on ? *reinterpret_cast<const u32*>(p) : 0; }
+
+// In place of load_here4:
+inline void load_here4(float (&v)[4], const float* p, bool on) {
+  for (int i = 0; i < 4; i++) v[i] = on ? p[i] : 0.0f;
+}
+
+// In place of store_here4:
+inline void store_here4(float* p, const float (&v)[4], bool on) {
+  if (on) memcpy(p, v, sizeof v);
+}
+
+// In place of load_here:
+inline uint2 load_here(const Element* p, bool on) { return on ? *reinterpret_cast<const uint2*>(p) : uint2{}; }
+
+// In place of store_here:
+inline void store_here(Element* p, uint2 v, bool on) {
+  if (on) *reinterpret_cast<uint2*>(p) = v;
+}
+
+// In place of multiply_wide:
+// m64nNk16 with weights in shared memory: a warp has 16 of the rows, and lanes hold parts as in `multiply_with`.
+inline void multiply_wide(float (&c)[COLUMNS / 2], const uint4& a, u64 b, int more) {
+  Warp& w = this_warp();
+  const int lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  memcpy(w.words[lane], &a, sizeof a);
+  __syncwarp();
+  // 8 columns, each with 8 numbers, are 128 bytes in a row.
+  const uint4* weights = current->block->memory.data() + (b & 0x3fff);
+  const u32 other_numbers = b >> 16 & 0x3fff, other_columns = b >> 32 & 0x3fff;
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    if (!more) c[i] = 0.0f;
+    for (int half = 0; half < 2; half++) {
+      const uint4 v = weights[i / 4 * other_columns + half * other_numbers + 2 * t + i % 2];
+      const u32 column[] = {v.x, v.y, v.z, v.w};
+      for (int k = 0; k < 4; k++) c[i] += dot16(w.words[g * 4 + k][2 * half + i / 2 % 2], column[k]);
+    }
+  }
+  __syncwarp();
+}
+
+// In place of begin_products:
+inline void begin_products() {}
+
+// In place of commit_products:
+inline void commit_products() {}
+
+// In place of await_products:
+template <int LEFT>
+void await_products() {}
+
+// In place of fetch_piece:
+template <int OFFSET>
+uint4 fetch_piece(const uint4* p) {
+  return p[OFFSET / 16];
+}
+
+// In place of look_at_exponent:
+inline u32 look_at_exponent(const u32* p, bool on) { return on ? *p : 0; }
+
+// In place of pass_exponent:
+inline void pass_exponent(u32* p, u32 v) { *p = v; }
+
+// In place of multiply_halves:
+inline void multiply_halves(u32& v, u32 factor) {
+  const float2 a = unpack(v), b = unpack(factor);
+  v = pack(a.x * b.x, a.y * b.y);
+}
+
+// In place of hand_word:
+inline void hand_word(uint4* p, uint4 v) {
+  progress = true;
+  *p = v;
+}
+
+// In place of look_at_word:
+inline uint4 look_at_word(const uint4* p) {
+  yield();
+  return *p;
+}
+
+// In place of hand_power:
+inline void hand_power(u32* p, u32 v) {
+  progress = true;
+  *p = v;
+}
+
+// In place of look_at_power:
+inline u32 look_at_power(const u32* p) {
+  yield();
+  return *p;
 }

@@ -1,4 +1,4 @@
-"""The grid kernels, for wide layers, on a GPU: blocks of 128 and 64 rows, zoneout, no splits."""
+"""The grid kernels, for wide layers: emulated on the CPU, and on a GPU, there without splits."""
 
 import copy
 import dataclasses
@@ -11,8 +11,10 @@ from cuda_cases import (
     UNITS,
     at_least_a_hundredth,
     compare,
+    compare_emulated,
     needs_hopper,
-    on_a_card,
+    on_card,
+    same_as_float64,
     same_bits,
 )
 from recurrence_cases import (
@@ -30,13 +32,113 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import products
+from cuda_emulation import emulated
+from gpu_cases import differentiate_together, products
 
 from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
 
-pytestmark = [*on_a_card, needs_hopper]
+# Emulated on the CPU -----------------------------------------------------------------------------
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+KB = 1024
+LENGTHS = [5, 1, 3, 2, 5, 4, 1]
+PLAIN = {"rows": 64}
+TWO_SPLITS = {"rows": 64, "splits": 2}
+# How the work is divided, with sizes that do not divide evenly.
+TILINGS = {
+    "64 rows": (FLOAT, (4, 7, 20), PLAIN),
+    "one row": (FLOAT, (2, 1, 20), PLAIN),  # the code of "64 rows"
+    "128 rows": (HALF, (3, 20, 36), {"rows": 128}),
+    "two splits": (FLOAT, (4, 20, 20), TWO_SPLITS),
+    "teams of 8": (HALF, (3, 7, 20), {"rows": 64, "team": 8}),
+    "weights that do not fit": (HALF, (3, 7, 136), {"rows": 64, "limits": (30 * KB, 38 * KB)}),
+}
+EMULATED_OPTIONS = {
+    "lstm, lengths": ("lstm", HALF, PLAIN, {"lengths": LENGTHS}),
+    "few rows": ("bn_lstm", FLOAT, PLAIN, {"lengths": LENGTHS, "min_rows": 4}),
+    "few rows, 128 rows": (
+        "bn_lstm",
+        HALF,
+        {"rows": 128},
+        {"lengths": LENGTHS, "min_rows": 4},
+    ),
+    "few rows, two splits": (
+        "bn_lstm",
+        FLOAT,
+        TWO_SPLITS,
+        {"lengths": [*LENGTHS, *[2] * 11], "min_rows": 4},
+    ),
+    "raw output, no bias": ("bn_lstm", HALF, PLAIN, {"absent": ("gamma_c", "bias")}),
+    "sequencewise": ("bn_lstm", HALF, PLAIN, {"input_stats": "sequence", "lengths": LENGTHS}),
+    "population": ("bn_lstm", FLOAT, PLAIN, {"population": (2, 7, 5)}),
+    "zoneout masks, few rows": (
+        "bn_lstm",
+        HALF,
+        PLAIN,
+        {"zoneout": ("mask", "mask"), "lengths": LENGTHS, "min_rows": 4},
+    ),
+    "zoneout rates": ("bn_lstm", FLOAT, PLAIN, {"zoneout": (0.5, 0.05)}),
+}
+
+
+@pytest.fixture
+def emulate(emulate_hopper, monkeypatch, record_runs):
+    """Runs all calls in these tilings, on the CPU; returns the directions that ran."""
+    runs = record_runs("grid")
+
+    def given(rows, splits=1, team=4, limits=(227 * KB, 227 * KB)):
+        """limits: bytes of shared memory, forward and backward."""
+        teams = {"forward": (1, limits[0]), "backward": (team, limits[1])}
+
+        def choose(direction, term):
+            sizes = *teams[direction], rows, term.dtype != FLOAT, splits
+            return grid_kernels.grid_tiling(direction, term.shape[-1] // 4, *sizes)
+
+        emulate_hopper("grid")
+        monkeypatch.setattr(grid_kernels, "choose", choose)
+        return runs
+
+    return given
+
+
+@emulated
+@pytest.mark.parametrize("name", TILINGS)
+def test_emulated_tilings(name, emulate):
+    dtype, shape, tiling = TILINGS[name]
+    runs = emulate(**tiling)
+    compare_emulated(make_case("bn_lstm", *shape, **calm("bn_lstm")), dtype)
+    assert runs == ["forward", "backward"]
+
+
+@emulated
+@pytest.mark.parametrize("name", EMULATED_OPTIONS)
+def test_emulated_options(name, emulate):
+    op, dtype, tiling, options = EMULATED_OPTIONS[name]
+    runs = emulate(**tiling)
+    batch = len(options.get("lengths", LENGTHS))
+    compare_emulated(make_case(op, 5, batch, 20, **calm(op), **options), dtype)
+    assert runs == ["forward", "backward"]
+
+
+@emulated
+def test_emulated_recurrences_side_by_side(emulate):
+    runs = emulate(**PLAIN)
+    options = calm("bn_lstm") | {"min_rows": 4, "dtype": FLOAT}
+    cases = [make_case("bn_lstm", 5, 7, 20, seed, **options) for seed in (1, 2)]
+    lengths = torch.tensor(LENGTHS)  # of both
+    cases = [case.with_options(lengths=lengths) for case in cases]
+    for case, found in zip(cases, differentiate_together(cases), strict=True):
+        same_as_float64(found, differentiate(case.to(torch.float64), "reference"), FLOAT)
+    assert runs == ["forward", "backward"]
+
+
+# On a GPU ----------------------------------------------------------------------------------------
+
+
+def on_hopper(test):
+    return on_card(needs_hopper(test))
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +153,7 @@ def grid(monkeypatch, in_memory):
     monkeypatch.setattr(portable_kernels, "fits", lambda term: False)
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
@@ -66,12 +169,14 @@ def test_the_grid_against_the_reference(op, name, shape, dtype, calls):
     assert calls == ["forward", "backward"]
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", UNITS)
 def test_a_wide_layer(dtype, calls):
     compare("bn_lstm", (3, 128, 2000), dtype, {})
     assert calls == ["forward", "backward"]
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 128, 2000), (7, 64, 1000)])
 def test_a_wide_layer_gives_the_same_bits_every_time(shape, dtype, calls):
@@ -85,6 +190,7 @@ def rows_64(monkeypatch, grid):
     monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1})
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
@@ -112,6 +218,7 @@ def with_switch(monkeypatch):
     return switch
 
 
+@on_hopper
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("block", [0, 3, 4, 7])
 @pytest.mark.parametrize(
@@ -125,6 +232,7 @@ def test_any_block_may_be_late(batch, dtype, block, place, with_switch, calls):
     assert calls == ["forward", "backward"]
 
 
+@on_hopper
 @pytest.mark.parametrize("batch", [100, 64])
 @pytest.mark.usefixtures("rows_64")
 def test_barriers_at_which_all_wait(batch, with_switch, few_weights):
@@ -134,6 +242,7 @@ def test_barriers_at_which_all_wait(batch, with_switch, few_weights):
     compare("bn_lstm", (5, batch, 488), torch.bfloat16, OPTIONS["lengths"])
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("rows_64")
 def test_two_recurrences_in_blocks_of_64_rows(dtype):
@@ -167,6 +276,7 @@ def few_weights(monkeypatch):
     grid_kernels._choose.cache_clear()
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [100, 64])
 @pytest.mark.parametrize("team", [8, 4])
@@ -196,6 +306,7 @@ def zoned(record_runs):
     return record_runs("grid")
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
@@ -212,6 +323,7 @@ def test_zoneout_against_the_reference(op, name, shape, dtype, zoned):
     assert zoned == ["forward", "backward"]
 
 
+@on_hopper
 @pytest.mark.parametrize("name", ["masks", "masks, lengths"])
 @pytest.mark.parametrize("batch", [100, 64])
 @pytest.mark.usefixtures("rows_64")
@@ -221,6 +333,7 @@ def test_zoneout_and_weights_that_do_not_fit(batch, name, few_weights, zoned):
     assert zoned == ["forward", "backward"]
 
 
+@on_hopper
 @pytest.mark.parametrize(("op", "name"), [("bn_lstm", "rates, population"), ("lstm", "rates")])
 def test_zoneout_in_inference(op, name, zoned):
     dtype = torch.bfloat16
@@ -231,6 +344,7 @@ def test_zoneout_in_inference(op, name, zoned):
     assert zoned == ["forward"]
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 128, 2000), (9, 64, 1000)])
 def test_zoned_layers_give_the_same_bits_every_time(shape, dtype, zoned):
@@ -239,6 +353,7 @@ def test_zoned_layers_give_the_same_bits_every_time(shape, dtype, zoned):
     assert len(zoned) == 42
 
 
+@on_hopper
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_zoned_layer_in_inference(bidirectional, zoned):
     """Also both directions at once."""
@@ -291,6 +406,7 @@ EXTREMES = {
 }
 
 
+@on_hopper
 @pytest.mark.parametrize("shape", [(6, 17, 52), (6, 65, 268), (6, 1, 100), (6, 2, 4), (6, 128, 60)])
 @pytest.mark.parametrize("name", EXTREMES)
 @pytest.mark.usefixtures("rows_64")
@@ -301,6 +417,7 @@ def test_numbers_of_any_size_in_float32(name, shape, calls):
     assert calls == ["forward", "backward"]
 
 
+@on_hopper
 @pytest.mark.usefixtures("rows_64")
 def test_rows_without_gradients_get_none(calls):
     """Although they are scaled with others, and sums of zeros do not identify their step."""
@@ -313,6 +430,7 @@ def test_rows_without_gradients_get_none(calls):
     assert found[1]["wx"][:, 4].any()
 
 
+@on_hopper
 @pytest.mark.parametrize("zoneout", [(0.0, "mask"), (0.0, 0.3)])
 @pytest.mark.usefixtures("rows_64")
 def test_a_large_first_state_that_units_keep(zoneout, zoned):
@@ -325,6 +443,7 @@ def test_a_large_first_state_that_units_keep(zoneout, zoned):
     assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[torch.float32])
 
 
+@on_hopper
 @pytest.mark.usefixtures("rows_64")
 def test_kept_states_are_not_rounded(zoned):
     case = make_case("bn_lstm", 5, 17, 52, fresh_seed(), dtype=torch.float32, zoneout=(0.0, "mask"))
@@ -337,6 +456,7 @@ def test_kept_states_are_not_rounded(zoned):
     assert not torch.equal(found, found.half().float())
 
 
+@on_hopper
 @pytest.mark.parametrize(
     ("name", "at", "value"),
     [
@@ -362,6 +482,7 @@ def test_what_is_not_finite_shows_in_float32(op, name, at, value, calls):
     assert not found[1]["weight_hh"].isfinite().all()
 
 
+@on_hopper
 @pytest.mark.usefixtures("rows_64")
 def test_full_float32_does_not_run_here(zoned):
     """If tf32 is not allowed."""

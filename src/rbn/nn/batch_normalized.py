@@ -205,7 +205,7 @@ class BatchNormalized(FreshStatistics):
         except RuntimeError as error:
             raise RuntimeError(
                 f"{type(self).__name__} updates its population statistics in training, which "
-                "torch.func does not allow: call it in eval(), or inside rbn.batch_statistics(model)"
+                "torch.func does not allow: call it in eval() or inside rbn.batch_statistics(model)"
             ) from error
 
     def _updates(

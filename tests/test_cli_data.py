@@ -179,7 +179,7 @@ def test_unknown_name(root: Path, web: list[str], command: str) -> None:
 def test_questions_are_got_by_hand(root: Path, web: list[str], command: str) -> None:
     result = call(command, "cnn")
     assert result.exit_code == 2
-    assert result.output.startswith(f"rbn: cnn must be added to {root / 'cnn'} by hand: download ")
+    assert result.output.startswith(f"rbn: cnn belongs in {root / 'cnn'}: download ")
     assert result.output.count("\n") == 1
     assert web == []
 
@@ -188,7 +188,7 @@ def test_questions_are_got_by_hand(root: Path, web: list[str], command: str) -> 
 def test_questions_go_into_the_folder_that_was_named(root: Path, command: str) -> None:
     other = root / "other"
     output = call(command, "cnn", "--data-dir", str(other)).output
-    assert output.startswith(f"rbn: cnn must be added to {other / 'cnn'} by hand: download ")
+    assert output.startswith(f"rbn: cnn belongs in {other / 'cnn'}: download ")
     assert f"-C {other};" in output
 
 

@@ -110,7 +110,7 @@ def _chosen(names: list[str], root: Path | None) -> list[DataSet]:
         if name in SETS:
             folder = data_folder(root) / name
             how = SETS[name].how.format(folder=folder)
-            stop(f"{name} must be added to {folder} by hand: {how}", 2)
+            stop(f"{name} belongs in {folder}: {how}", 2)
     try:
         return [data_set(name) for name in names]
     except ValueError as error:

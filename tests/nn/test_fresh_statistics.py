@@ -115,8 +115,8 @@ def test_lengths_and_packed_sequences_pool_their_rows():
     generator = torch.Generator().manual_seed(0)
     batches = [
         (
-            torch.randn(7, 80, 3, generator=generator),
-            torch.randint(1, 8, (80,), generator=generator),
+            torch.randn(7, 160, 3, generator=generator),
+            torch.randint(1, 8, (160,), generator=generator),
         )
         for _ in range(3)
     ]

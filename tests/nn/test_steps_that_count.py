@@ -5,6 +5,7 @@ import torch
 
 import rbn
 from rbn import PopulationStatistics
+from rbn.ops.few_rows import pooled
 
 EXACT = {"rtol": 1e-5, "atol": 1e-7}  # float32 averages in another order
 ZERO = 1e-5 * 2**-22  # variances come from 1 / sqrt(var + eps) rounded to float32, eps = 1e-5
@@ -178,3 +179,51 @@ def test_padded_rows_count_where_they_are_included():
     layer = rbn.BatchNormLSTM(3, 4, padding="include")
     layer(torch.randn(6, 3, 3), lengths=torch.tensor([6, 4, 2]))
     assert layer.stats_h_l0.count.tolist() == [1] * 6
+
+
+def batch_with_an_outlier(seed):
+    """Twelve sequences of 4 steps, but one of 9."""
+    x = torch.randn(9, 12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return {"input": x, "lengths": [9] + [4] * 11}
+
+
+def test_exact_statistics_of_late_steps_are_the_constants_of_training():
+    layer = rbn.BatchNormLSTM(3, 4, dtype=torch.float64)
+    batches = [batch_with_an_outlier(seed) for seed in range(16)]
+    own = {"stats_h_l0": [], "stats_c_l0": [], "stats_x_l0": []}
+    for batch in batches:
+        rbn.update_population_stats(layer, [batch])
+        for name, each in own.items():
+            found = layer.get_submodule(name)
+            assert found.count.tolist() == [1] * 4 + [0] * 5  # one sequence says nothing
+            rows = torch.full((4,), 12)
+            each.append(pooled(found.mean[:4].clone(), found.var[:4].clone(), rows, layer.eps))
+    rbn.update_population_stats(layer, batches)
+    for name, each in own.items():
+        found = layer.get_submodule(name)
+        assert found.count.tolist() == [16] * 9
+        mean, var = (torch.cat(v).mean(0) for v in zip(*each, strict=True))
+        for t in range(4, 9):
+            torch.testing.assert_close(found.mean[t], mean)
+            torch.testing.assert_close(found.var[t], var)
+
+
+def test_exact_statistics_leave_out_steps_that_few_sequences_reach():
+    layer = rbn.BatchNormLSTM(3, 4, dtype=torch.float64)
+    batches = [batch_with_an_outlier(seed) for seed in range(15)]
+    rbn.update_population_stats(layer, batches)
+    late = layer.stats_h_l0
+    assert late.count.tolist() == [15] * 4 + [0] * 5
+    mean, var = late.read(0, 9)
+    for t in range(4, 9):  # those of the closest earlier step
+        assert torch.equal(mean[t], late.mean[3])
+        assert torch.equal(var[t], late.var[3])
+
+
+def test_a_feature_that_never_varied_has_no_variance_in_exact_statistics():
+    layer = rbn.BatchNormLSTM(3, 4, dtype=torch.float64, hidden_noise=0)
+    with torch.no_grad():
+        layer.weight_hh_l0.zero_()  # W_h h is 0 in every row
+    rbn.update_population_stats(layer, [batch_with_an_outlier(seed) for seed in range(16)])
+    assert layer.stats_h_l0.count[8] == 16
+    assert layer.stats_h_l0.var.le(ZERO).all()

@@ -13,7 +13,7 @@ from rbn.nn.fresh_statistics import FreshStatistics, is_exporting, is_recomputin
 from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics, Update, update_all
 from rbn.ops import Statistics
-from rbn.ops.few_rows import enough_rows
+from rbn.ops.few_rows import NO_SCALE, enough_rows
 from rbn.ops.types import InputStats, Padding
 
 if TYPE_CHECKING:
@@ -196,6 +196,11 @@ class BatchNormalized(FreshStatistics):
             return
         if is_recomputing():
             return
+        if any(statistics.rows is not None for _, statistics, _, _ in results):
+            reached, _ = self._reached(lengths, steps, rows)
+            for term, statistics, _, _ in results:
+                if term != "x" or self.input_stats != "sequence":
+                    statistics.count_rows(start, reached)
         updates = self._updates(results, lengths, start, steps, rows)
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             update_all(updates)
@@ -224,14 +229,16 @@ class BatchNormalized(FreshStatistics):
                 for term, statistics, mean, var in results
             ]
         last: Tensor | int | None = None
-        # The statistics of a few rows are unreliable: only steps that enough sequences reach count.
+        # Running averages count steps that enough sequences reach. The average over a training set
+        # counts all, with the constants that training uses for the others (`rbn.ops.few_rows`).
+        counted = any(statistics.rows is not None for _, statistics, _, _ in results)
         together = self._group() is not None
         alone = rows == 1 and not together
         if together:  # some process has a sequence that reaches the step
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
         elif lengths is not None and not alone:
-            fewest = self._min_rows(rows)
+            fewest = 1 if counted else self._min_rows(rows)
             known = checks.known_lengths(lengths)
             last = lengths.topk(fewest).values[-1] if known is None else sorted(known)[-fewest]
         reached: Tensor | None = None
@@ -239,6 +246,8 @@ class BatchNormalized(FreshStatistics):
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
         for term, statistics, mean, var in results:
+            if counted:  # a feature that never varied
+                var = torch.where(var < NO_SCALE / 2, var, 0)
             if term == "x" and sequence:
                 if not alone:
                     updates.append((statistics, mean, var, 0, None))

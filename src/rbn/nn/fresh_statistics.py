@@ -26,15 +26,12 @@ from rbn.nn.recent_calls import (
     version,
 )
 from rbn.nn.recurrence import Recurrence, States
-from rbn.nn.statistics import PopulationStatistics, temporarily
+from rbn.nn.statistics import PopulationStatistics, enough_to_estimate, temporarily
 from rbn.nn.update_bn import UpdateBN
 from rbn.ops.operator import is_traced
 from rbn.ops.types import InputStats, valid_steps
 
 T = TypeVar("T", bound="FreshStatistics")
-# Steps that fewer kept sequences than this reach, and fewer than a quarter of them, use the
-# statistics of the closest earlier step: the variance of a few rows may be close to 0.
-_FEW_ROWS = 16
 # Seed of the masks in an estimate: the same weights and inputs always give the same statistics.
 _SEED = 0
 
@@ -374,6 +371,20 @@ class FreshStatistics(Recurrence):
             self.update_bn.link(self)
         self.mark_fresh()
 
+    def _reached(self, lengths: Tensor | None, steps: int, rows: int) -> tuple[Tensor, Tensor]:
+        """How many sequences reach each step ``[T]``, and the same with 0 for too few."""
+        reached = torch.full((steps,), rows, device=self._weight().device)
+        if lengths is not None and self._ignores_padding():
+            valid = valid_steps(lengths, steps)
+            assert valid is not None
+            reached = valid.sum(1)
+        own = reached
+        if self._common_steps is not None:
+            own = torch.where(torch.arange(steps, device=own.device) < self._common_steps, own, 0)
+        elif self._ignores_padding():
+            own = torch.where(own >= self._min_rows(rows), own, 0)
+        return reached, own
+
     def _add_to_pools(
         self,
         suffix: str,
@@ -385,16 +396,7 @@ class FreshStatistics(Recurrence):
     ) -> None:
         """Collect minibatch statistics for `refresh`."""
         assert self._pools is not None
-        reached = torch.full((steps,), rows, device=self._weight().device)
-        if lengths is not None and self._ignores_padding():
-            valid = valid_steps(lengths, steps)
-            assert valid is not None
-            reached = valid.sum(1)
-        own = reached  # 0 for steps without statistics of their own
-        if self._common_steps is not None:
-            own = torch.where(torch.arange(steps, device=own.device) < self._common_steps, own, 0)
-        elif self._ignores_padding():
-            own = torch.where(own >= self._min_rows(rows), own, 0)
+        reached, own = self._reached(lengths, steps, rows)
         for term, _, mean, var in result:
             pool = self._pools.setdefault(f"stats_{term}{suffix}", _Pool())
             if term == "x" and self.input_stats == "sequence":
@@ -432,9 +434,8 @@ class _Pool:
     def write_to(self, statistics: PopulationStatistics) -> None:
         """Replace the running averages with these averages."""
         rows = self._rows
-        enough = (rows > 1) & (rows >= (rows.max() / 4).clamp(max=_FEW_ROWS))
         total = rows.clamp(min=1)[:, None]
-        count = torch.where(enough, self._count, 0)
+        count = torch.where(enough_to_estimate(rows), self._count, 0)
         statistics.replace(self._mean / total, self._var / total, count, keep=self._pieces)
 
 

@@ -190,6 +190,7 @@ def update_population_stats(
                 with torch.inference_mode(False):  # training needs these buffers, too
                     s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
                     s.count = torch.zeros_like(s.count)
+                    s.rows = s.count[:0]
                 s.set_cached(False, 0)
             recording = temporarily(statistics, "forced", "record")
             with torch.no_grad(), torch.random.fork_rng(devices=cuda), recording:
@@ -206,6 +207,8 @@ def update_population_stats(
                     average([s for s in statistics if s.group is None], group, spread=False)
             if total == 0:
                 raise ValueError("batches is empty: there is nothing to estimate statistics from")
+            for s in statistics:
+                s.drop_few(group)
             if not any(s.find_estimates() for s in statistics):
                 raise ValueError(
                     "no batch has two sequences, so no statistics could be estimated: nothing was "
@@ -220,7 +223,7 @@ def update_population_stats(
             done = True
         finally:
             for s, (momentum, mean, var, count, cached) in zip(statistics, before, strict=True):
-                s.momentum = momentum
+                s.momentum, s.rows = momentum, None
                 if not done or not s.find_estimates():  # no batch reached the layer
                     s.mean, s.var, s.count = mean, var, count
                     s.set_cached(*cached)

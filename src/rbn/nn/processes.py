@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops.few_rows import ENOUGH_ROWS, enough_rows
@@ -71,6 +72,14 @@ def of_all(value: int, group: ProcessGroup, device: torch.device) -> list[int]:
     dist.all_gather(list(everyone), torch.tensor(value, device=device), group=group)
     results: list[int] = everyone.tolist()
     return results
+
+
+def sum_padded(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum vectors over processes. Missing elements of shorter vectors count as zeros."""
+    longest = max(of_all(len(values), group, values.device))
+    values = F.pad(values, (0, longest - len(values)))
+    dist.all_reduce(values, group=group)
+    return values
 
 
 def as_many_on_all(

@@ -13,15 +13,26 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.nn import checks
-from rbn.nn.processes import all_processes
+from rbn.nn.processes import all_processes, sum_padded
 from rbn.nn.recent_calls import version as _version
 from rbn.ops.dispatch import average_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+# A step that fewer sequences than this reach, and fewer than a quarter of them, uses the statistics
+# of the closest earlier step: the variance of a few rows may be close to 0.
+_FEW_ROWS = 16
+
+
+def enough_to_estimate(rows: Tensor) -> Tensor:
+    """Which steps have an estimate, bool ``[S]``, given the sequences behind each ``[S]``."""
+    return (rows > 1) & (rows >= (rows.max() / 4).clamp(max=_FEW_ROWS))
 
 
 class _Copies:
@@ -106,6 +117,7 @@ class PopulationStatistics(nn.Module):
         self.register_buffer("var", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("count", torch.zeros(rows, device=device, dtype=torch.int64))
         self._in_graphs = False  # `estimated` as compiled graphs see it
+        self.rows: Tensor | None = None  # sequences behind each step, while they are counted
         self._copies = _Copies()
         self._copies.of = weakref.ref(self)
         self.set_cached(False, 0)
@@ -315,6 +327,29 @@ class PopulationStatistics(nn.Module):
         else:
             result = result[start:stop]
         return self.mean[result], self.var[result]
+
+    def count_rows(self, start: int, rows: Tensor) -> None:
+        """Count sequences ``[T]`` behind the estimates of the steps from `start` on."""
+        if self.rows is not None and not torch.compiler.is_compiling():
+            stop = start + len(rows)
+            self.rows = F.pad(self.rows, (0, max(0, stop - len(self.rows))))
+            self.rows[start:stop] += rows
+
+    def drop_few(self, group: ProcessGroup | None = None) -> None:
+        """Discard the estimates of steps that too few of the counted sequences reach.
+
+        group: the processes whose sequences count together.
+        """
+        rows, self.rows = self.rows, None
+        assert rows is not None
+        if group is not None:
+            rows = sum_padded(rows, group)
+        if not len(rows):
+            return
+        few = ~enough_to_estimate(rows)[: len(self.count)]
+        for buffer in (self.mean, self.var, self.count):
+            buffer[: len(few)][few] = 0
+        self.look()
 
     def grow(self, rows: int) -> None:
         """Grow the buffers to that many steps."""

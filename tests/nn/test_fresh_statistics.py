@@ -169,7 +169,8 @@ def test_pieces_keep_the_averages_of_steps_that_were_not_seen_lately(monkeypatch
     train(layer, [first])
     train(layer, [second], lambda x: layer(x, start=6)[0])
     early = layer.stats_h_l0.mean[:6].clone()
-    layer.eval()
+    with pytest.warns(UserWarning, match="6 steps with running averages"):
+        layer.eval()
     assert torch.equal(layer.stats_h_l0.mean[:6], early)
     assert len(layer.stats_h_l0.count) == 12
 
@@ -732,3 +733,58 @@ def test_masks_after_compiled_training():
     train(layer, batches, compiled)
     layer.eval()
     assert_same(statistics(layer), statistics(drawn(layer, batches)))
+
+
+@pytest.mark.parametrize("lengths", [None, [6, 4, 1, 6]])
+def test_inputs_with_nan_are_left_out(lengths):
+    layer = rbn.BatchNormLSTM(3, 5)
+    batches = inputs(4)
+    bad = batches[1].clone()
+    bad[0, 0, 0] = float("nan")
+    for x in (batches[0], bad, *batches[2:]):
+        layer(x, lengths=lengths)  # whose update the loop skips
+    with pytest.warns(UserWarning, match="1 of its 4 recent training calls"):
+        layer.eval()
+    wanted = rbn.BatchNormLSTM(3, 5)
+    wanted.load_state_dict(layer.state_dict())
+    wanted.train()
+    for k in (0, 2, 3):
+        wanted(batches[k], lengths=lengths)
+    wanted.eval()
+    assert_same(statistics(layer), statistics(wanted))
+
+
+def test_nan_in_padding_or_in_all_inputs():
+    layer = rbn.BatchNormLSTM(3, 5)
+    x = inputs(1)[0]
+    x[4:, 1] = float("nan")
+    layer(x, lengths=[6, 4, 6, 6])
+    layer(x, lengths=[6, 4, 6, 6])
+    layer.eval()  # no warning: padding is ignored
+    assert all(value.isfinite().all() for value in statistics(layer).values())
+    layer.train()
+    layer.reset_running_stats()
+    layer(x)
+    layer.eval()
+    assert layer.stats_x_l0.mean[4].isnan().all()  # there is nothing else
+
+
+def test_pieces_that_do_not_cover_a_sequence_warn_once():
+    layer = rbn.BatchNormLSTM(3, 5)
+    pieces = inputs(7, rows=300)
+    for k, x in enumerate(pieces):  # 1,024 sequences are kept: of the last four
+        layer(x, start=6 * k)
+    with pytest.warns(UserWarning, match="18 steps with running averages"):
+        layer.eval()
+    layer.train()
+    for k, x in enumerate(pieces):
+        layer(x, start=6 * k)
+    layer.eval()
+
+
+def test_pieces_that_cover_a_sequence_do_not_warn():
+    layer = rbn.BatchNormLSTM(3, 5)
+    for _ in range(2):
+        for k, x in enumerate(inputs(3)):
+            layer(x, start=6 * k)
+    layer.eval()

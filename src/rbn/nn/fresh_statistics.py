@@ -92,8 +92,12 @@ class FreshStatistics(Recurrence):
             return False
         pools = self._pool(calls)
         if pools:
+            stale = 0
             for name, pool in pools.items():
-                pool.write_to(cast(PopulationStatistics, self._modules[name]))
+                statistics = cast(PopulationStatistics, self._modules[name])
+                stale = max(stale, pool.steps_left_out(statistics))
+                pool.write_to(statistics)
+            self._check_left_out(stale)
         else:
             checks.warn(
                 f"{type(self).__name__} evaluates with running averages, which lag behind the "
@@ -171,7 +175,7 @@ class FreshStatistics(Recurrence):
                 every = list(recent)
                 unchanged = [calls for calls in every if all(call.unchanged for call in calls)]
                 self._check_kept(every, unchanged)
-                for calls in unchanged:
+                for calls in self._without_nan(unchanged):
                     states: States | None = None
                     for call in calls:
                         states = self._replay(call, states)
@@ -190,6 +194,38 @@ class FreshStatistics(Recurrence):
                 "place. Pass a new tensor in each call, or call "
                 "rbn.update_population_stats(model, batches)"
             )
+
+    def _check_left_out(self, steps: int) -> None:
+        """Warn once if the kept inputs are pieces of sequences that do not cover all steps."""
+        if steps and not self.__dict__.get("_warned_pieces"):
+            self.__dict__["_warned_pieces"] = True
+            checks.warn(
+                f"{type(self).__name__} evaluates {steps} steps with running averages, which lag "
+                "behind the weights: its recent training calls, with start=, did not reach them. "
+                "Call rbn.update_population_stats(model, batches). If sequences continue without "
+                "an end, as in truncated backpropagation, train and evaluate without start"
+            )
+
+    def _without_nan(self, kept: list[list[Call]]) -> list[list[Call]]:
+        """Leaves out inputs with NaN or infinity, unless all have them; warns once.
+
+        A training loop may have skipped the update of such a batch.
+        """
+        if not kept:
+            return kept
+        ignore = self._ignores_padding()
+        flags = [torch.stack([c.is_finite(ignore) for c in calls]).all() for calls in kept]
+        device = self._weight().device
+        finite = torch.stack([flag.to(device) for flag in flags]).tolist()
+        if all(finite) or not any(finite):
+            return kept
+        if not self.__dict__.get("_warned_nan"):
+            self.__dict__["_warned_nan"] = True
+            checks.warn(
+                f"{type(self).__name__} evaluates without the statistics of {finite.count(False)} "
+                f"of its {len(kept)} recent training calls: their inputs have NaN or infinity"
+            )
+        return [calls for calls, good in zip(kept, finite, strict=True) if good]
 
     def _replay(self, call: Call, states: States | None) -> States:
         """Run a kept call again, on the current device and in the current dtype of the weights."""
@@ -430,6 +466,14 @@ class _Pool:
         self._rows[start:stop] += rows
         self._count[start:stop] += rows > 0
         self._pieces = self._pieces or start > 0
+
+    def steps_left_out(self, statistics: PopulationStatistics) -> int:
+        """How many steps keep their running averages because no piece has reached them."""
+        if not self._pieces:
+            return 0
+        rows = self._rows[: len(statistics.count)]
+        seen = statistics.count > 0
+        return int(seen[len(rows) :].sum() + (seen[: len(rows)] & (rows == 0)).sum())
 
     def write_to(self, statistics: PopulationStatistics) -> None:
         """Replace the running averages with these averages."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.operator import register as register_operator
+from rbn.ops.types import valid_steps
 
 ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures the effect
 # Fewer if trainable layers produced the inputs: older inputs come from older weights and are less
@@ -64,6 +65,15 @@ class Call:
     def unchanged(self) -> bool:
         """Whether no tensor was modified in place since the call."""
         return self._versions == [version(t) for t in self._tensors()]
+
+    def is_finite(self, ignore_padding: bool) -> Tensor:
+        """Whether the input has neither NaN nor infinity, as a tensor: nothing waits for it."""
+        x = self.x
+        if ignore_padding and self.lengths is not None:
+            valid = valid_steps(self.lengths.to(x.device), len(x))
+            assert valid is not None
+            x = torch.where(valid[..., None], x, 0)
+        return torch.isfinite(x).all()
 
     def first_rows(self, rows: int) -> Call:
         """A copy of the first sequences of a layer's call."""

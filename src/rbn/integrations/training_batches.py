@@ -18,7 +18,7 @@ def check_batches(batches: Iterable[Any] | None, max_batches: int | None) -> Non
     """Check the arguments that the callbacks share."""
     if isinstance(batches, Iterator) or (batches is not None and not isinstance(batches, Iterable)):
         raise TypeError(
-            "batches must be an iterable that can be read repeatedly, such as a DataLoader or a "
+            "batches must be an iterable that can be read many times, such as a DataLoader or a "
             f"list, got {type(batches).__name__}"
         )
     if max_batches is not None and (isinstance(max_batches, bool) or max_batches < 1):

@@ -246,6 +246,8 @@ def test_statistics_are_not_named_where_the_model_has_none(tmp_path):
     with ProgressBars(Console(file=shown, width=80)) as watch:
         fit.train(observer=watch)
     (result,) = fit.results()
+    (again,) = fit.results()
+    assert again == result.replace("test ", "already finished, test ")
     for text in (shown.getvalue(), result):
         assert re.search(r"validation accuracy [\d.]+ %, ", text)
         assert "stats" not in text

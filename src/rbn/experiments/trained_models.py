@@ -97,7 +97,7 @@ def open_language_model(folder: Path, device: torch.device) -> tuple[nn.Module, 
     """A run's language model and its symbols, without the data."""
     config, _ = run_folder.read_config(folder)
     if config.kind is not TEXT:
-        raise ValueError(f"{folder} is a run on {config.task}, which is not a text")
+        raise ValueError(f"{folder.name} is a run on {config.task}, which is not a text")
     weights, metadata = load_weights(folder)
     if "symbols" not in metadata:
         raise ValueError(f"{folder} is not finished: finish it with rbn resume {folder}")

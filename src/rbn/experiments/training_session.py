@@ -195,6 +195,7 @@ class TrainingSession:
             if not (now.finished or (diverged and trainer.ranks.from_first(trainer.best.exists))):
                 continue
             result = trainer.ranks.from_first(partial(results.finished, folder, now))
+            before = "" if result is None else "already finished, "
             if result is None:
                 if console is not None and self.device.type == "cpu":
                     message = f"Testing {folder} ..."
@@ -203,6 +204,6 @@ class TrainingSession:
             test = config.kind.format_test(result["test"], config.statistics())
             valid = config.kind.format_valid(result["valid"], config.statistics())
             yield (
-                f"{config.task}, {config.name}, seed {seed}: test {test}, validation {valid}, "
-                f"best at step {now.best_step:,} of {now.step:,}. In {folder / 'result.json'}."
+                f"{config.task}, {config.name}, seed {seed}: {before}test {test}, "
+                f"validation {valid}, best at step {now.best_step:,} of {now.step:,}. In {folder / 'result.json'}."
             )

@@ -205,5 +205,6 @@ class TrainingSession:
             valid = config.kind.format_valid(result["valid"], config.statistics())
             yield (
                 f"{config.task}, {config.name}, seed {seed}: {before}test {test}, "
-                f"validation {valid}, best at step {now.best_step:,} of {now.step:,}. In {folder / 'result.json'}."
+                f"validation {valid}, best at step {now.best_step:,} of {now.step:,}. "
+                f"In {folder / 'result.json'}."
             )

@@ -782,6 +782,17 @@ def test_pieces_that_do_not_cover_a_sequence_warn_once():
     layer.eval()
 
 
+def test_a_cell_that_saw_longer_sequences_does_not_warn():
+    cell = rbn.BatchNormLSTMCell(3, 5)
+    for steps, sequences in ((6, 2), (4, 300)):
+        for _ in range(sequences):
+            hx = None
+            for t, x in enumerate(inputs(1, steps)[0]):
+                hx = cell(x, hx, t)
+    cell.eval()
+    assert len(cell.stats_h.count) == 6
+
+
 def test_pieces_that_cover_a_sequence_do_not_warn():
     layer = rbn.BatchNormLSTM(3, 5)
     for _ in range(2):

@@ -36,6 +36,7 @@ NAME = re.compile(
     flags=re.S,
 )
 PERCENT = re.compile(r"(?<=\d) (?=%)")
+NUMBERS = re.compile(r"<td>(?=(?:<strong>)?[-+]?\d[^<(]{0,19}(?:</strong>)?</td>)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -73,7 +74,7 @@ def outside(match: re.Match[str], folder: Path, docs: Path, repository: str | No
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
-    """Turn equations into MathML and names into links, and keep "%" with its number."""
+    """Turn equations into MathML and names into links, and keep short numbers on one line."""
     in_reference = page.file.src_uri.startswith("reference/")
 
     def linked(match: re.Match[str]) -> str:
@@ -85,6 +86,7 @@ def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
         return f'<autoref identifier="{name}" optional>{match.group()}</autoref>'
 
     html = PERCENT.sub("\N{NO-BREAK SPACE}", html)
+    html = NUMBERS.sub('<td class="number">', html)
     return NAME.sub(linked, EQUATION.sub(mathml, html))
 
 

@@ -115,8 +115,7 @@ def gpu():
             cells.append("16 bits" if precision == "bf16" else precision)
             for one, other in zip(ours, plain, strict=True):
                 peer = fastest(rows, one)
-                named = f" ({one['fastest_cudnn']})" if precision == "bf16" else ""
-                cells += [ms(peer) + named, ms(one), f"**{times(one)}**", times(other)]
+                cells += [ms(peer), ms(one), f"**{times(one)}**", times(other)]
             lines.append([*cells, f"{float(ours[0]['memory_ratio']):.1f}"])
     heads = ["T, B, inputs, units", "", "cuDNN, ms", "BN-LSTM, ms", "times as fast", "LSTM"]
     heads += ["in a graph: cuDNN, ms", "BN-LSTM, ms", "times as fast", "LSTM", "memory"]

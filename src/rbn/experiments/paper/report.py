@@ -142,7 +142,7 @@ def _wins(rows: dict[str, list[Row]]) -> str:
     if not tasks:
         return ""
     theirs = "as in the paper" if paper == ours else f"in the paper on {paper}"
-    where = "the task" if tasks == 1 else f"all {tasks} tasks"
+    where = "the task" if tasks == 1 else f"all {tasks} tasks below"
     where = where if ours == tasks else f"{ours} of {tasks} tasks"
     return f" With the paper's data and recipe the BN-LSTM beats the LSTM on {where}, {theirs}."
 
@@ -177,10 +177,10 @@ def _fair_comparison(path: Path | None) -> list[Block]:
     blocks: list[Block] = [
         Heading("What does normalization buy you?"),
         Paragraph(
-            "Here every model trains for the same number of steps, at the learning rate with the "
-            "best validation result, and all models have the same tuning budget. Compare models "
-            "within a task only: several runs shared the GPU, so times of different tasks are not "
-            "comparable."
+            "Here all models of a task train for equally many steps, each at the learning rate "
+            "with the best validation result. All had the same grid of rates; where the choice was "
+            "close, we added rates or seeds. Several runs shared the GPU, so compare times only "
+            "within a task."
         ),
         Items([each.verdict for each in comparisons]),
         Grid("Fair comparison, test results", comparison.COLUMNS, cells),

@@ -9,6 +9,7 @@ import torch
 from torch.func import functional_call
 
 import rbn
+from rbn.ops import compiling
 
 LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 need_triton = pytest.mark.skipif(
@@ -137,6 +138,47 @@ def test_compiled_layers_are_not_compiled_again():
     with torch._dynamo.config.patch(allow_rnn=True):
         torch.compile(layer, backend=lambda *args: backend(*args))(x)
     assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.no_cover
+def test_torch_is_asked_once_how_layers_are_compiled(monkeypatch):
+    """Reading its configuration takes as long as the rest of what a layer does in compiled code."""
+    asked, traces_layers = [], compiling.traces_layers
+    monkeypatch.setattr(compiling, "traces_layers", lambda: asked.append(1) or traces_layers())
+    layer, x = rbn.BatchNormLSTM(3, 4, max_length=5), torch.randn(5, 6, 3)
+    compiled = torch.compile(layer, backend="eager")
+    compiled(x)
+    asked.clear()
+    for _ in range(3):
+        compiled(x)
+    assert len(asked) <= 1
+    other = torch.compile(layer, backend=lambda graph, inputs: graph.forward)
+    for _ in range(3):
+        other(x)
+    assert len(asked) <= 2
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(
+    ("fullgraph", "allow_rnn", "graphs"), [(False, False, 0), (False, True, 1), (True, False, 1)]
+)
+def test_a_layer_compiled_by_itself(monkeypatch, fullgraph, allow_rnn, graphs):
+    """`layer.compile()` leaves a layer alone that `torch.compile` would run eagerly."""
+    torch._dynamo.reset()
+    asked, compile_ = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: asked.append(1) or compile_(*a, **k))
+    layer, x, made = rbn.BatchNormLSTM(3, 4, max_length=5), torch.randn(5, 6, 3), []
+    expected = copy.deepcopy(layer)(x)[0]
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    with torch._dynamo.config.patch(allow_rnn=allow_rnn):
+        layer.compile(backend=backend, fullgraph=fullgraph)
+        torch.testing.assert_close(layer(x)[0], expected)
+    assert len(made) == len(asked) == graphs
     torch._dynamo.reset()
 
 

@@ -177,6 +177,14 @@ class Layers(Recurrence, Generic[GivenStates]):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def compile(self, *args: object, **options: object) -> None:
+        """Like `torch.nn.Module.compile`. Changes nothing without ``fullgraph=True``.
+
+        The layer would run eagerly all the same, after `torch.compile`'s wrapper.
+        """
+        if options.get("fullgraph") or compiling.traces_layers():
+            super().compile(*args, **options)
+
     def _prepared(self, input: Tensor) -> Tensor:
         """Checks the input and applies autocast. Symbols become int64 ``[..., 1]``."""
         weight = self._weight()

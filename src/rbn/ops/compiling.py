@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ def breaks_graph() -> bool:
         in_one_graph = InstructionTranslator.current_tx().one_graph
     except AttributeError:  # another tracer, which has no graph breaks
         return False
-    if in_one_graph or _traces_layers():
+    if in_one_graph or traces_layers():
         return False
     if "run_eagerly" not in globals():
         run_eagerly = torch.compiler.disable(_call_and_skip)
@@ -81,11 +82,35 @@ def run_in_compiled_code(
     again.
     """
     try:
-        if not callback or (_may_break(callback) and not _traces_layers()):
+        if _runs_eagerly(callback):
             return function(*args, **kwargs)
     finally:
         set_eval_frame(callback)
     return _call(function, *args, **kwargs)
+
+
+def _latest_compiler() -> Any:
+    """Stands for a weak reference: no compiler has called yet."""
+    return None
+
+
+_latest: tuple[Callable[[], Any], bool] = (_latest_compiler, True)
+"""The most recent compiler that ran a layer, and whether it runs layers eagerly."""
+
+
+def _runs_eagerly(callback: Any) -> bool:
+    """Whether a compiler runs layers as if they were not compiled.
+
+    The answer is kept for the next call, because torch's configuration takes long to read.
+    """
+    global _latest
+    if not callback:  # runs what is compiled, and compiles nothing
+        return True
+    compiler, eagerly = _latest
+    if compiler() is not callback:
+        eagerly = _may_break(callback) and not traces_layers()
+        _latest = weakref.ref(callback), eagerly
+    return eagerly
 
 
 def _may_break(callback: Any) -> bool:
@@ -105,7 +130,8 @@ def _call_and_skip(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return function(*args, **kwargs)
 
 
-def _traces_layers() -> bool:
+def traces_layers() -> bool:
+    """Whether torch.compile is asked to trace recurrent layers instead of breaking the graph."""
     import torch._dynamo.config
 
     return bool(getattr(torch._dynamo.config, "allow_rnn", False))

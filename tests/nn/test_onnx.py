@@ -8,7 +8,7 @@ from torch import nn
 from torch.export import Dim
 
 import rbn
-from rbn.ops import reference
+from rbn import ops
 from rbn.ops.cpu import scan
 from rbn.ops.definition import GRU, LSTM, RNN, LSTMArguments, RNNArguments
 from rbn.ops.types import Statistics
@@ -260,6 +260,11 @@ def population(rows, gates, cell):
     return found
 
 
+def by_reference(function, *arguments, **options):
+    with ops.backend("reference"):
+        return function(*arguments, **options)
+
+
 @EXPORTER
 @pytest.mark.parametrize("lengths", [None, [7, 1, 4]])
 @pytest.mark.parametrize("norm", ["none", "batch", "layer", "joint", "raw"])
@@ -271,17 +276,19 @@ def test_scan_of_an_lstm(norm, lengths):
     options = {"lengths": lengths, "zoneout_c": 0.2, "zoneout_h": 0.3}
     given, statistics = [], None
     if norm == "none":
-        expected = reference.lstm(wx, weight, bias, beta, h0, c0, **options)
+        expected = by_reference(ops.lstm, wx, weight, bias, beta, h0, c0, **options)
         gammas = [None] * 3
     elif norm == "layer":
-        expected = reference.ln_lstm(wx, weight, bias, *gammas, beta, h0, c0, eps=0.1, **options)
+        expected = by_reference(
+            ops.ln_lstm, wx, weight, bias, *gammas, beta, h0, c0, eps=0.1, **options
+        )
     else:
         given = population(5, 4, True)
         if norm == "raw":
             gammas[2] = None
         statistics = Statistics(*given)
         options |= {"population": statistics, "pass_normalized_cell": norm == "joint", "eps": 0.1}
-        expected = reference.bn_lstm(wx, weight, bias, *gammas, beta, h0, c0, **options)
+        expected = by_reference(ops.bn_lstm, wx, weight, bias, *gammas, beta, h0, c0, **options)
     arguments = LSTMArguments(
         *(wx, None, weight, bias, *gammas, beta, h0, c0, lengths),
         rate_c=0.2,
@@ -299,7 +306,8 @@ def test_scan_of_an_lstm(norm, lengths):
 def test_scan_of_a_simple_rnn(nonlinearity):
     wx, weight, gammas, h0 = double(T, B, H), double(H, H), [double(H), double(H)], double(B, H)
     given, lengths = population(9, 1, False), torch.tensor([2, 7, 5])
-    expected = reference.bn_rnn(
+    expected = by_reference(
+        ops.bn_rnn,
         wx,
         weight,
         None,
@@ -329,7 +337,7 @@ def test_scan_of_a_gru(shifted):
     beta = double(H) if shifted else None
     given, lengths = population(9, 3, False), torch.tensor([2, 7, 5])
     options = {"lengths": lengths, "population": Statistics(*given), "zoneout_h": 0.1}
-    expected = reference.bn_gru(wx, weight, bias, *gammas, h0, beta, **options)
+    expected = by_reference(ops.bn_gru, wx, weight, bias, *gammas, h0, beta, **options)
     arguments = RNNArguments(
         *(wx, None, weight, bias, *gammas, h0, beta, lengths),
         **dict(zip(GRU.moments, given, strict=True)),

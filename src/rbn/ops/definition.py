@@ -331,11 +331,14 @@ class Definition:
                 given[name] = None if getattr(a, f"gamma_{term}") is None else value
                 if given[name] is None and getattr(a, f"gamma_{term}") is not None:
                     raise ValueError(f"population.{name} is missing, but its term is normalized")
-        # Not `_replace`, which torch 2.6 cannot trace.
-        values = [
-            given.get(name, value) for name, value in zip(self.arguments._fields, a, strict=True)
-        ]
-        return self.arguments(*values)
+        return self.replaced(a, given)
+
+    def replaced(self, a: Arguments, given: Mapping[str, Any]) -> Arguments:
+        """The arguments with other values; torch 2.6 cannot trace `_replace`."""
+        names = self.arguments._fields
+        return self.arguments(
+            *[given.get(name, value) for name, value in zip(names, a, strict=True)]
+        )
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:

@@ -8,27 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rbn.ops.definition import Arguments, Definition
-from rbn.ops.reference.bn_gru import bn_gru
-from rbn.ops.reference.bn_lstm import bn_lstm
-from rbn.ops.reference.bn_rnn import bn_rnn
 from rbn.ops.reference.call import run
 from rbn.ops.reference.cross_entropy import linear_cross_entropy
-from rbn.ops.reference.ln_lstm import ln_lstm
-from rbn.ops.reference.lstm import lstm
 from rbn.ops.reference.symbol_rows import symbol_rows
 
-__all__ = [
-    "bn_gru",
-    "bn_lstm",
-    "bn_rnn",
-    "linear_cross_entropy",
-    "ln_lstm",
-    "lstm",
-    "operator_for",
-    "run",
-    "symbol_rows",
-    "tf32_allowed",
-]
+__all__ = ["linear_cross_entropy", "operator_for", "run", "symbol_rows", "tf32_allowed"]
 
 
 def tf32_allowed() -> bool:

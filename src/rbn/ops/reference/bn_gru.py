@@ -18,34 +18,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import RNNArguments
 from rbn.ops.reference.bn_rnn import bn_rnn
 from rbn.ops.reference.normalization import in_type
-from rbn.ops.types import InputStats, Padding, Statistics, compute_dtype
+from rbn.ops.types import Statistics, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def bn_gru(
-    wx: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor,
-    gamma_h: Tensor,
-    h0: Tensor,
-    beta_n: Tensor | None,
-    *,
-    lengths: Tensor | None = None,
-    population: Statistics | None = None,
-    eps: float = 1e-5,
-    input_stats: InputStats = "step",
-    padding: Padding = "exclude",
-    min_rows: int = 1,
-    zoneout_h: Tensor | float = 0.0,
-    group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor, Statistics]:
-    """See `rbn.ops.bn_gru` for the arguments."""
-    shifts = in_type(compute_dtype(wx.dtype), bias, beta_n)
+def bn_gru(a: RNNArguments, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor, Statistics]:
+    """The output, h_n and statistics; the input is the input term. See `rbn.ops.bn_gru`."""
+    shifts = in_type(compute_dtype(a.input.dtype), a.bias, a.beta_n)
     b, beta = (0.0 if v is None else v for v in shifts)
 
     def gates(W_h_h: Tensor, W_x_x: Tensor, h: Tensor) -> Tensor:
@@ -54,15 +38,4 @@ def bn_gru(
         n = torch.tanh(of_x[2] + r * (of_h[2] + beta))
         return (1 - z) * n + z * h
 
-    return bn_rnn(
-        *(wx, weight_hh, None, gamma_x, gamma_h, h0),
-        nonlinearity=gates,
-        lengths=lengths,
-        population=population,
-        eps=eps,
-        input_stats=input_stats,
-        padding=padding,
-        min_rows=min_rows,
-        zoneout_h=zoneout_h,
-        group=group,
-    )
+    return bn_rnn(a, group, gates)

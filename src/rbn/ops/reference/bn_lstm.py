@@ -7,66 +7,37 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.reference.normalization import (
-    InputTerm,
-    Term,
     carry,
-    constants_of,
     first_identical,
     in_type,
-    pair,
+    prepared,
     stack_steps,
     still_identical,
-    without_padding,
     zoneout,
 )
-from rbn.ops.types import InputStats, Padding, Statistics, compute_dtype, valid_steps
+from rbn.ops.types import Statistics, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 def bn_lstm(
-    wx: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor | None,
-    gamma_h: Tensor,
-    gamma_c: Tensor | None,
-    beta_c: Tensor | None,
-    h0: Tensor,
-    c0: Tensor,
-    *,
-    lengths: Tensor | None = None,
-    population: Statistics | None = None,
-    eps: float = 1e-5,
-    input_stats: InputStats = "step",
-    padding: Padding = "exclude",
-    min_rows: int = 1,
-    zoneout_c: Tensor | float = 0.0,
-    zoneout_h: Tensor | float = 0.0,
-    pass_normalized_cell: bool = False,
-    group: ProcessGroup | None = None,
+    a: LSTMArguments, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
-    """See `rbn.ops.bn_lstm` for the arguments."""
-    dtype = wx.dtype
-    wx, W_h, h, c, bias, gamma_x, gamma_h, gamma_c, beta_c = in_type(
-        compute_dtype(dtype), wx, weight_hh, h0, c0, bias, gamma_x, gamma_h, gamma_c, beta_c
+    """The output, h_n, c_n and statistics; the input is the input term. See `rbn.ops.bn_lstm`."""
+    dtype, eps = a.input.dtype, a.eps
+    wx, W_h, h, c = in_type(compute_dtype(dtype), a.input, a.weight_hh, a.h0, a.c0)
+    bias, gamma_x, gamma_h, gamma_c, beta_c = in_type(
+        compute_dtype(dtype), a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
     )
     b = 0.0 if bias is None else bias
     beta = 0.0 if beta_c is None else beta_c
 
-    if population is not None:
+    if a.population:
         group = None  # no minibatch statistics are needed
-    pop = population or Statistics()
-    valid = valid_steps(lengths, len(wx))  # [T, B]
-    wx = without_padding(wx, valid if padding == "exclude" or population else None)
-    counted = valid if padding == "exclude" else None
-    of_x, of_h, of_c = constants_of(wx, counted, min_rows, eps, group, 3)
-    population_x = pair(pop.mean_x, pop.var_x)
-    x_term = InputTerm(wx, valid, counted, input_stats, population_x, group, of_x)
-    h_term = Term(pair(pop.mean_h, pop.var_h), group, of_h)
-    c_term = Term(pair(pop.mean_c, pop.var_c), group, of_c)
+    wx, valid, counted, (x_term, h_term, c_term) = prepared(a, wx, LSTM, group)
 
     identical = first_identical(h, c, group=group)
     output = []
@@ -98,10 +69,10 @@ def bn_lstm(
         )
         h_t = torch.sigmoid(o) * torch.tanh(c_hat)
 
-        if pass_normalized_cell:  # ablation: the next step continues from BN(c_t)
+        if a.pass_normalized_cell:  # ablation: the next step continues from BN(c_t)
             c_t = c_hat
-        c_t = zoneout(zoneout_c, t, c, c_t)
-        h_t = zoneout(zoneout_h, t, h, h_t)
+        c_t = zoneout(a.mask_c, a.rate_c, t, c, c_t)
+        h_t = zoneout(a.mask_h, a.rate_h, t, h, h_t)
 
         h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
         identical = still_identical(identical, (h, c), rows, eps, group)

@@ -8,72 +8,42 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import RNNArguments
 from rbn.ops.reference.normalization import (
-    InputTerm,
-    Term,
     carry,
-    constants_of,
     first_identical,
     in_type,
-    pair,
+    prepared,
     stack_steps,
     still_identical,
-    without_padding,
     zoneout,
 )
-from rbn.ops.types import (
-    InputStats,
-    Nonlinearity,
-    Padding,
-    Statistics,
-    compute_dtype,
-    valid_steps,
-)
+from rbn.ops.types import Statistics, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Gates = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 def bn_rnn(
-    wx: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor,
-    gamma_h: Tensor,
-    h0: Tensor,
-    *,
-    nonlinearity: Nonlinearity | Callable[[Tensor, Tensor, Tensor], Tensor] = "tanh",
-    lengths: Tensor | None = None,
-    population: Statistics | None = None,
-    eps: float = 1e-5,
-    input_stats: InputStats = "step",
-    padding: Padding = "exclude",
-    min_rows: int = 1,
-    zoneout_h: Tensor | float = 0.0,
-    group: ProcessGroup | None = None,
+    a: RNNArguments, group: ProcessGroup | None = None, gates: Gates | None = None
 ) -> tuple[Tensor, Tensor, Statistics]:
-    """See `rbn.ops.bn_rnn` for the arguments.
+    """The output, h_n and statistics; the input is the input term. See `rbn.ops.bn_rnn`.
 
-    In place of a nonlinearity, a function gives h_t from both normalized terms and h_{t-1}.
+    gates: gives h_t from both normalized terms and h_{t-1}, in place of bias and nonlinearity.
     """
-    dtype = wx.dtype
+    dtype, eps = a.input.dtype, a.eps
     wx, W_h, h, bias, gamma_x, gamma_h = in_type(
-        compute_dtype(dtype), wx, weight_hh, h0, bias, gamma_x, gamma_h
+        compute_dtype(dtype), a.input, a.weight_hh, a.h0, a.bias, a.gamma_x, a.gamma_h
     )
     b = 0.0 if bias is None else bias
-    phi = torch.tanh if nonlinearity == "tanh" else torch.relu
-    gates = nonlinearity if callable(nonlinearity) else lambda of_h, of_x, h: phi(of_h + of_x + b)
+    phi = torch.tanh if a.nonlinearity == "tanh" else torch.relu
+    gates = gates or (lambda of_h, of_x, h: phi(of_h + of_x + b))
 
-    if population is not None:
+    if a.population:
         group = None  # no minibatch statistics are needed
-    pop = population or Statistics()
-    valid = valid_steps(lengths, len(wx))  # [T, B]
-    wx = without_padding(wx, valid if padding == "exclude" or population else None)
-    counted = valid if padding == "exclude" else None
-    of_x, of_h = constants_of(wx, counted, min_rows, eps, group, 2)
-    population_x = pair(pop.mean_x, pop.var_x)
-    x_term = InputTerm(wx, valid, counted, input_stats, population_x, group, of_x)
-    h_term = Term(pair(pop.mean_h, pop.var_h), group, of_h)
+    wx, valid, counted, (x_term, h_term) = prepared(a, wx, a.definition, group)
 
     identical = first_identical(h, group=group)
     output = []
@@ -86,7 +56,7 @@ def bn_rnn(
             h,
         )
         identical = identical & x_term.constant(t, eps)
-        h_t = zoneout(zoneout_h, t, h, h_t)
+        h_t = zoneout(a.mask_h, a.rate_h, t, h, h_t)
         h = carry(valid, t, h_t, h)
         identical = still_identical(identical, (h,), rows, eps, group)
         output.append(h)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import LSTMArguments
 from rbn.ops.reference.normalization import carry, in_type, stack_steps, without_padding, zoneout
 from rbn.ops.types import compute_dtype, valid_steps
 
@@ -16,29 +17,15 @@ def ln(h: Tensor, gamma: Tensor, beta: Tensor | float, eps: float) -> Tensor:
     return beta + gamma * (h - mean) / torch.sqrt(var + eps)
 
 
-def ln_lstm(
-    wx: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor,
-    gamma_h: Tensor,
-    gamma_c: Tensor,
-    beta_c: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-    *,
-    lengths: Tensor | None = None,
-    eps: float = 1e-5,
-    zoneout_c: Tensor | float = 0.0,
-    zoneout_h: Tensor | float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `rbn.ops.ln_lstm` for the arguments."""
-    dtype = wx.dtype
-    wx, W_h, h, c, bias, gamma_x, gamma_h, gamma_c, beta_c = in_type(
-        compute_dtype(dtype), wx, weight_hh, h0, c0, bias, gamma_x, gamma_h, gamma_c, beta_c
+def ln_lstm(a: LSTMArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, h_n and c_n; the input is the input term. See `rbn.ops.ln_lstm`."""
+    dtype, eps = a.input.dtype, a.eps
+    wx, W_h, h, c = in_type(compute_dtype(dtype), a.input, a.weight_hh, a.h0, a.c0)
+    bias, gamma_x, gamma_h, gamma_c, beta_c = in_type(
+        compute_dtype(dtype), a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
     )
     b = 0.0 if bias is None else bias
-    valid = valid_steps(lengths, len(wx))  # [T, B]
+    valid = valid_steps(a.lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid)
 
     output = []
@@ -48,8 +35,8 @@ def ln_lstm(
         c_t = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
         h_t = torch.sigmoid(o) * torch.tanh(ln(c_t, gamma_c, beta_c, eps))
 
-        c_t = zoneout(zoneout_c, t, c, c_t)
-        h_t = zoneout(zoneout_h, t, h, h_t)
+        c_t = zoneout(a.mask_c, a.rate_c, t, c, c_t)
+        h_t = zoneout(a.mask_h, a.rate_h, t, h, h_t)
         h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
         output.append(h)
     return stack_steps(output, valid).to(dtype), h.to(dtype), c.to(dtype)

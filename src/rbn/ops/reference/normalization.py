@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rbn.ops.definition import Arguments, Definition
 from rbn.ops.few_rows import Constants
 from rbn.ops.reference.global_moments import global_moments, identical_globally
-from rbn.ops.types import CONSTANT, InputStats
+from rbn.ops.types import CONSTANT, InputStats, valid_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -180,25 +181,29 @@ class InputTerm(Term):
         return ((rows == one) | ~counted[:, None]).all()
 
 
-def constants_of(
-    wx: Tensor,
-    counted: Tensor | None,
-    min_rows: int,
-    eps: float,
-    group: ProcessGroup | None,
-    terms: int,
-) -> list[Constants | None]:
-    """For each term, a `Constants` for steps with fewer rows than min_rows; None without lengths.
+def prepared(
+    a: Arguments, wx: Tensor, definition: Definition, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, list[Any]]:
+    """What the loop over time needs, from the input term wx ``[T, B, F]``.
 
-    wx: ``[T, B, F]``. counted: bool ``[T, B]``, the rows that count in the statistics of a step.
+    Returns wx with zeros as padding, which positions are not padding, which of them count in
+    minibatch statistics (bool ``[T, B]``, None for all), and the normalized terms.
     """
-    if counted is None and group is None:
-        return [None] * terms
-    steps, batch, _ = wx.shape
-    rows = wx.new_full((steps,), batch, dtype=torch.int64) if counted is None else counted.sum(1)
-    if group is not None:
-        dist.all_reduce(rows, group=group)
-    return [Constants(rows, min_rows, eps) for _ in range(terms)]
+    valid = valid_steps(a.lengths, len(wx))
+    wx = without_padding(wx, valid if a.padding == "exclude" or a.population else None)
+    counted = valid if a.padding == "exclude" else None
+    constants: list[Constants | None] = [None] * len(definition.terms)
+    if counted is not None or group is not None:
+        steps, batch, _ = wx.shape
+        whole = wx.new_full((steps,), batch, dtype=torch.int64)
+        rows = whole if counted is None else counted.sum(1)
+        if group is not None:
+            dist.all_reduce(rows, group=group)
+        constants = [Constants(rows, a.min_rows, a.eps) for _ in constants]
+    population = [pair(getattr(a, f"mean_{k}"), getattr(a, f"var_{k}")) for k in definition.terms]
+    others = zip(population[1:], constants[1:], strict=True)
+    x_term = InputTerm(wx, valid, counted, a.input_stats, population[0], group, constants[0])
+    return wx, valid, counted, [x_term, *(Term(given, group, own) for given, own in others)]
 
 
 def first_identical(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -225,14 +230,14 @@ def still_identical(
     return identical & (torch.stack(variances) <= CONSTANT * eps).all()
 
 
-def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:
-    """Krueger et al. 2017: keep a unit's previous value where the mask z[t] is true.
+def zoneout(mask: Tensor | None, rate: float, t: int, previous: Tensor, new: Tensor) -> Tensor:
+    """Krueger et al. 2017: keep a unit's previous value where mask[t] is true.
 
-    z: bool ``[T, B, H]`` (training) or the rate, for the expected value (inference).
+    mask: bool ``[T, B, H]`` (training); None: the expected value (inference).
     """
-    if isinstance(z, Tensor):
-        return torch.where(z[t], previous, new)
-    return new if z == 0 else z * previous + (1 - z) * new
+    if mask is not None:
+        return torch.where(mask[t], previous, new)
+    return new if rate == 0 else rate * previous + (1 - rate) * new
 
 
 def without_padding(wx: Tensor, valid: Tensor | None) -> Tensor:

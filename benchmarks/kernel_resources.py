@@ -124,7 +124,7 @@ def _rnn(gpu, dtype):
             break
     for direction in ("forward", "backward"):
         defines = rnn_single.macros(cut, tuple(_defines(dtype, hidden, direction, RELU=0).items()))
-        shared, threads = cut.shared(dtype, hidden), 32 * cut.warps
+        shared, threads = cut.shared(direction, dtype, hidden), 32 * cut.warps
         yield Compiled(f"rnn_{direction}", arch, dtype, BATCH, hidden, defines, threads, shared)
 
 
@@ -179,7 +179,8 @@ def _grid(gpu, dtype):
 
 def resources(kernel):
     """Registers per thread and bytes of its stack, which holds spilled registers."""
-    code = nvrtc.compile_source(nvrtc.source(kernel.name), kernel.name, kernel.defines, kernel.arch)
+    defines = kernel.defines | {"SHARED_BYTES": kernel.shared}
+    code = nvrtc.compile_source(nvrtc.source(kernel.name), kernel.name, defines, kernel.arch)
     found = {_REGISTER_COUNT: 0, _FRAME_SIZE: 0}
     for name, content in _sections(code):
         if name == ".nv.info":

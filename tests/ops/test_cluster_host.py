@@ -83,7 +83,8 @@ def test_how_cluster_kernels_are_compiled(monkeypatch, hidden, expected):
     sizes = (torch.float16, 64, hidden)
     cut = cluster_kernels.cluster_tiling(*sizes) or cluster_kernels.cluster_tiling_16(*sizes)
     cluster_kernels.kernel.__wrapped__("forward", cut, cut.blocks, 0, (("H", hidden),))
-    defines = {"H": hidden, "MW": 4, "RT": 2, "ALL_WAIT": 1}
+    shared = cut.shared("forward")
+    defines = {"H": hidden, "MW": 4, "RT": 2, "SHARED_BYTES": shared, "ALL_WAIT": 1}
     if hidden > 128:
         defines |= {"UNITS": 16, "STAGGERED": 1}
     assert asked == [("cluster_forward", defines, expected)]

@@ -24,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
   float* part = reinterpret_cast<float*>(shared);
   float* scratch = part + SUMS;
   uint4* weights = reinterpret_cast<uint4*>(scratch + 2 * WARPS * 4 * NV);
+  CHECK_SHARED(4 * (SUMS + 2 * WARPS * 4 * NV) + Weights<NT, KBW>::SHARED);
   const Owner o;
   const i64 B = p.B;
   const Team team = {p.handed, p.counters + 1};

@@ -97,8 +97,8 @@ class Tiling:
         """Blocks of a launch."""
         return -(-hidden // (self.units * self.team)) * self.team
 
-    def shared(self, dtype: torch.dtype, hidden: int) -> int:
-        """Bytes of shared memory that the backward kernel needs; the forward kernel needs less."""
+    def shared(self, direction: str, dtype: torch.dtype, hidden: int) -> int:
+        """Bytes of shared memory, as the kernels lay it out; the backward kernel needs more."""
         columns = self.team * self.units
         pitch = columns + 8 if columns > 8 else 8
         direct = self.column_warps == self.team == 1 and columns == 8
@@ -107,7 +107,7 @@ class Tiling:
         split = self.column_warps * self.team
         per_warp = -(-_column_blocks(dtype, hidden) // split)
         weights = 0 if self.registers else per_warp * self.column_warps * columns * 64
-        return 4 * (sums + 8 * self.warps * self.units) + weights
+        return 4 * (sums + (4, 8)[direction == "backward"] * self.warps * self.units) + weights
 
 
 def _column_blocks(dtype: torch.dtype, hidden: int) -> int:
@@ -136,7 +136,7 @@ def choose(
         rows = 4 if tiles > 4 else 2
         tiles = -(-tiles // rows) * rows
         tiling = Tiling(16, 4, tiles, rows, 8 // rows, 2, registers=False, barrier=True)
-    if tiling.blocks(hidden) > processors or tiling.shared(dtype, hidden) > limit:
+    if tiling.blocks(hidden) > processors or tiling.shared("backward", dtype, hidden) > limit:
         return None
     return tiling
 
@@ -162,7 +162,8 @@ def kernel(
 ) -> Kernel:
     """The kernel, compiled if necessary."""
     name = f"rnn_{direction}"
-    code = nvrtc.compiled(name, macros(tiling, defines), nvrtc.architecture_of(device))
+    named = macros(tiling, defines) | {"SHARED_BYTES": shared}
+    code = nvrtc.compiled(name, named, nvrtc.architecture_of(device))
     return Kernel(code, name, 32 * tiling.warps, shared)
 
 
@@ -378,7 +379,8 @@ def _launch(direction: str, a: RNNArguments, tiling: Tiling, tensors: dict[str, 
     rows = tensors["mean_x"].shape[0], tensors["var_h"].shape[0]
     arguments = _STRUCTS[direction].packed(at, T, B, *rows, a.eps)
     with device_of(wx):
-        code = kernel(direction, tiling, device.index or 0, tiling.shared(dtype, H), defines)
+        shared = tiling.shared(direction, dtype, H)
+        code = kernel(direction, tiling, device.index or 0, shared, defines)
         if blocks > code.at_once:
             raise RuntimeError("the blocks of the recurrence do not fit on the GPU at once")
         code.launch((blocks, 1), arguments)

@@ -13,7 +13,7 @@
 // that were the last to read what the data overwrite: see `Exchange`, `ln_forward` and `ln_backward`.
 //
 // Macros: TYPE, H, CLUSTER, UNITS (a multiple of 8), TILES (of 8 rows), KEPT and RESIDENT (fragments of a warp's
-// weights in registers and in shared memory, see `Shard`), SPLIT (warps that divide the columns of a forward
+// weights in registers and in shared memory, see `Shard`), SHARED_BYTES, SPLIT (warps that divide the columns of a forward
 // product), SHARES16 (dh is exchanged in 16 bits), LENGTHS, SAVE, DOUTPUT.
 #define MT 1  // these are for common.cuh
 #define MW 1
@@ -143,6 +143,10 @@ __device__ __forceinline__ float2 normalizer(const float (&v)[PER_LANE][N], floa
   return make_float2(row_mean, rsqrtf(over_lanes(other.y + n * d * d) / (N * H) + eps));
 }
 
+// Bytes of shared memory behind the operands: `down`, `vectors`, `slots` and `barriers` of both kernels.
+#define COMMON_BYTES (4 * (ROWS + 8 * UNITS) + 8 * (2 * ROWS * CLUSTER + 2 * ROWS + 1))
+#define CHECK_ALIGNED(...) CHECK_SHARED((COMMON_BYTES + __VA_ARGS__ + 15) / 16 * 16)
+
 // Weights -------------------------------------------------------------------------------------------
 
 // p[0] to p[7] as 16-bit operands, zero from `count` on.
@@ -169,6 +173,7 @@ struct Shard {
   static constexpr int ALL = 2 * J * K, IN_REGISTERS = KEPT < ALL ? KEPT : ALL;
   static constexpr int ON_CHIP = KEPT + RESIDENT < ALL ? KEPT + RESIDENT : ALL, STREAMED = ALL - ON_CHIP;
   static constexpr int CHAINS = J * TILES < 4 ? 2 : 1;  // independent accumulators per sum
+  static constexpr int SHARED = WARPS * (ON_CHIP - IN_REGISTERS) * 512;  // bytes
   uint4 kept[IN_REGISTERS > 0 ? IN_REGISTERS : 1], ahead[DEPTH];
   uint4 *resident, *streamed;
 

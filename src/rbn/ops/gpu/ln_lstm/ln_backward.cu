@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   float* vectors = down + ROWS;                                          // [2][4][UNITS]: bias, gamma_x
   float2* slots = reinterpret_cast<float2*>(vectors + 8 * UNITS);        // [2][ROWS][CLUSTER]
   float2* barriers = slots + 2 * ROWS * CLUSTER;                         // [2 ROWS + 1]
+  CHECK_ALIGNED(Weights::SHARED + 16 * ROWS * D_PITCH + int(sizeof(Share)) * SHARES);
   const u32 first_barrier = address_of(barriers), of_shares = first_barrier + 16 * ROWS;
   const Position at(p.B);
   const i64 B = p.B;

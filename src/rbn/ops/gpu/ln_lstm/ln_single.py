@@ -242,6 +242,7 @@ def macros(
         "KEPT": kept,
         "RESIDENT": resident,
         "SHARES16": int(shares_in_half(dtype)),
+        "SHARED_BYTES": tiling.shared(direction, dtype),
     }
 
 

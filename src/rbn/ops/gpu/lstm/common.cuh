@@ -8,7 +8,7 @@
 //
 // Macros defined at compile time: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks loaded at once), REGISTERS (weights in registers instead of shared memory),
-// BARRIER (blocks synchronize at a counter instead of polling the data), MODE_X, MODE_H, MODE_C (statistics of a
+// BARRIER (blocks synchronize at a counter instead of polling the data), SHARED_BYTES, MODE_X, MODE_H, MODE_C (statistics of a
 // term: 0 none, 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT.
 
 typedef unsigned int u32;
@@ -46,6 +46,10 @@ typedef u32 Pair;
 #define PAIR_OF(tid) (FEW ? (tid) >> 4 & 3 : (tid) & 3)
 #define ROW_OF(tid) (FEW ? ((tid) & 15) + ((tid) >> 6) * 16 : (tid) >> 2)
 #define HAS_ROWS (!FEW || threadIdx.x < 64)
+
+// The host computes a launch's shared memory, SHARED_BYTES, before it compiles the kernel. Each kernel compares this with
+// its layout.
+#define CHECK_SHARED(...) static_assert(SHARED_BYTES == (__VA_ARGS__), "the host computed another size of shared memory")
 
 // Values ------------------------------------------------------------------------------------------
 
@@ -278,6 +282,7 @@ __device__ __forceinline__ uint4 weight_at(const Element* w, i64 row, int column
 // Fragments of W: NT tiles of 8 columns, for the column blocks of this warp.
 template <int NT, int KBW>
 struct Weights {
+  static constexpr int SHARED = REGISTERS ? 0 : 16 * KS * KBW * NT * 32;  // bytes
 #if REGISTERS
   uint4 kept[KBW][NT];
 #else

@@ -825,7 +825,9 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_backward(const
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.lines = reinterpret_cast<uint4*>(in.given + 3 * TABLES);
   in.exponents = reinterpret_cast<u32*>(in.given + 3 * TABLES + LINES);
-  in.barriers = address_of(in.exponents + (HALVES > 1 && TYPE == 0 ? WARPS : 0));
+  constexpr int EXPONENTS = HALVES > 1 && TYPE == 0 ? WARPS : 0;
+  in.barriers = address_of(in.exponents + EXPONENTS);
+  CHECK_SHARED(4 * (2 * BLOCKS * SOURCE + PREFETCHED + PENDING + SCRATCH + 3 * TABLES + LINES + EXPONENTS + 4));
   const Position at = thread_position(p.B);
   if (threadIdx.x == 0)
     for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, HALVES * ARRIVALS);

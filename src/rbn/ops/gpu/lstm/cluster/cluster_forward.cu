@@ -558,6 +558,7 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_forward(const 
   in.constants = in.given + 2 * STATISTICS;
   in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
   in.barriers = address_of(in.sheets + 5 * SHEET * WARPS);
+  CHECK_SHARED(16 * (2 * SOURCES * SOURCE + 1) + 4 * (SCRATCH + 2 * STATISTICS + CONSTANTS + 5 * SHEET * WARPS));
   const Position at = thread_position(p.B);
   for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
   if (threadIdx.x == 0)

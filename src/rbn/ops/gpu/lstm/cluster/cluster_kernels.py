@@ -154,7 +154,7 @@ def kernel(
     """Compile and load the kernel for a tiling; `device` must be the current device."""
     arch = nvrtc.architecture_of(device)
     name = f"cluster_{direction}"
-    cuts = {"MW": cut.row_warps, "RT": cut.tiles}
+    cuts = {"MW": cut.row_warps, "RT": cut.tiles, "SHARED_BYTES": cut.shared(direction)}
     if cut.units > UNITS:  # only Hopper can move registers between warps
         cuts, arch = cuts | {"UNITS": cut.units, "STAGGERED": 1}, arch + "a"
     code = nvrtc.compiled(name, dict(defines) | cuts | SWITCHES, arch)

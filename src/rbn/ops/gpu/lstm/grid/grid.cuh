@@ -241,6 +241,10 @@ __device__ __forceinline__ void done() {
 #define LINE 20
 #define TABLE (4 * LINE)
 
+// Compares the shared memory: weights, `numbers` floats, and what the splits exchange in each step, `sums` floats.
+#define CHECK_GRID(numbers, sums) \
+  CHECK_SHARED(16 * (FIRST + RESIDENT) * GROUP_WORDS + 4 * ((numbers) + (SPLITS > 1 ? 8 + 2 * SPLITS * (sums) : 0)))
+
 __device__ __forceinline__ int table_index(int gate, int unit) { return unit / 4 * LINE + gate * 4 + unit % 4; }
 
 __device__ __forceinline__ void read_table(float (&v)[4][4], const float* table) {

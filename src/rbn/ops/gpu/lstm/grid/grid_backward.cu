@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   // After two barriers for weights: the barriers and buffers of the splits.
   const OverSplits<GATE_SUMS> of_gates = {barriers + 12, address_of(barriers + 4)};
   const OverSplits<32> of_cell = {of_gates.scratch + 2 * SPLITS * GATE_SUMS, of_gates.barriers + 16};
+  CHECK_GRID(WARPS * PITCH + 10 * TABLE + 8 * UNITS + 3 * 64 + 4, 192 + 32);  // up to 192 GATE_SUMS
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int first = first_row(p.B), row0 = first + warp * 16 + (lane >> 2);  // and row0 + 8

@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   // After two barriers for weights: the barriers and buffers of the splits.
   const OverSplits<128> of_h = {barriers + 12, address_of(barriers + 4)};
   const OverSplits<32> of_c = {of_h.scratch + 2 * SPLITS * 128, of_h.barriers + 16};
+  CHECK_GRID(WARPS * PITCH + 4 * TABLE + 3 * UNITS + 4, 128 + 32);
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int first = first_row(p.B), row0 = first + warp * 16 + (lane >> 2);  // and row0 + 8

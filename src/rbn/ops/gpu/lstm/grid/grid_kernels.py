@@ -220,6 +220,7 @@ def macros(cut: GridTiling) -> dict[str, int]:
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
         "DEPTH": _DEPTH,
+        "SHARED_BYTES": cut.shared,
     }
     return named | {"SPLITS": cut.splits} if cut.splits > 1 else named
 

@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   float* parameters = total + 96;
   float* given = parameters + PARAMETERS;
   uint4* weights = reinterpret_cast<uint4*>(given + 112);
+  CHECK_SHARED(4 * (KS * ROWS * PITCH + 96 * PADDED + 96 + PARAMETERS + 112) + Weights<NT, KBW>::SHARED);
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, mw = warp % MW, ks = warp / MW;
   const int pair = PAIR_OF(tid), unit = blockIdx.x * UNITS + 2 * pair;

@@ -46,21 +46,17 @@ class PortableTiling:
         """Threads per block."""
         return 32 * self.row_warps * self.column_warps
 
-    def shared(self, blocks: int, columns: int, pitch: int, sums: int) -> int:
-        """Bytes of shared memory, as the kernels lay it out."""
-        warps = self.row_warps * self.column_warps
-        floats = self.column_warps * 16 * self.tiles * pitch + sums * (warps | 1) + sums + 96 + 144
-        per_warp = -(-blocks // self.column_warps)
-        weights = 0 if self.registers else per_warp * self.column_warps * columns * 32 * 16
-        return 4 * floats + weights
-
 
 def shared_bytes(direction: str, tiling: PortableTiling, dtype: torch.dtype, hidden: int) -> int:
-    """Bytes of shared memory of the forward or the backward kernel."""
+    """Bytes of shared memory, as the kernels lay it out."""
+    forward, warps = direction == "forward", tiling.row_warps * tiling.column_warps
+    pitch, sums, given, columns = (40, 64, 144, 4) if forward else (8, 96, 112, 1)
+    part = tiling.column_warps * 16 * tiling.tiles * pitch
     width = 16 if dtype == torch.float32 else 32  # columns of W_h in a block
-    if direction == "forward":
-        return tiling.shared(-(-hidden // width), 4, 40, 64)
-    return tiling.shared(-(-4 * hidden // width), 1, 8, 96)
+    blocks = -(-(hidden if forward else 4 * hidden) // width)
+    per_warp = -(-blocks // tiling.column_warps)
+    weights = 0 if tiling.registers else per_warp * tiling.column_warps * columns * 32 * 16
+    return 4 * (part + sums * (warps | 1) + sums + 96 + given) + weights
 
 
 @functools.lru_cache(maxsize=256)
@@ -147,5 +143,6 @@ def kernel(
 ) -> Kernel:
     """The kernel, compiled if necessary."""
     name = f"portable_{direction}"
-    code = nvrtc.compiled(name, macros(tiling, defines), nvrtc.architecture_of(device))
+    named = macros(tiling, defines) | {"SHARED_BYTES": shared}
+    code = nvrtc.compiled(name, named, nvrtc.architecture_of(device))
     return Kernel(code, name, tiling.threads, shared)

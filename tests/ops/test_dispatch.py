@@ -18,7 +18,7 @@ from recurrence_cases import (
 )
 
 import rbn
-from rbn.ops import cpu, dispatch, functional, reference
+from rbn.ops import cpu, dispatch, reference
 
 ON_CPU, ON_META = torch.empty(1), torch.empty(1, device="meta")
 
@@ -49,15 +49,6 @@ def test_every_op_has_an_operator(op):
     case = make_case(op, 2, 3, 2)
     assert operator_call(case, "cpu")[0] == f"cpu_{definition_of(op).name}"
     assert reference.operator_for(definition_of(op), [arguments(case)]) is None
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_reference_has_the_signature_of_the_public_function(op):
-    def parameters(module):
-        found = inspect.signature(getattr(module, op)).parameters.values()
-        return [(p.name, p.kind, p.default) for p in found]
-
-    assert parameters(reference) == parameters(functional)
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])

@@ -60,6 +60,11 @@ class LSTMArguments(NamedTuple):
     tf32: bool = False  # float32 products may use tf32
 
     @property
+    def definition(self) -> Definition:
+        """The recurrence."""
+        return LSTM
+
+    @property
     def population(self) -> bool:
         """Whether population statistics are given."""
         return self.mean_h is not None
@@ -144,6 +149,11 @@ class RNNArguments(NamedTuple):
     def population(self) -> bool:
         """Whether population statistics are given."""
         return self.mean_h is not None
+
+    @property
+    def batch_stats(self) -> bool:
+        """Whether terms are normalized with the statistics of the minibatch."""
+        return self.mean_h is None
 
     @property
     def sequence(self) -> bool:

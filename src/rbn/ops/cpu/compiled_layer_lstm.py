@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rbn.ops.cpu.compiled_lstm import MOMENTS, Call, load, packed
-from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, states_of
-from rbn.ops.cpu.layout import Buffers, like_parameter
+from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, results, states_of
+from rbn.ops.cpu.layout import Buffers
 from rbn.ops.definition import VECTORS, LSTMArguments
 
 _LINE = 16  # float32 numbers in a cache line
@@ -66,7 +66,7 @@ def forward(a: LSTMArguments) -> Forward:
     """Run the recurrence over all steps."""
     call = _LayerCall(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
-    H, dtype = layout.hidden, a.input.dtype
+    H = layout.hidden
     moments = [packing.buffer(1, wx) for _ in MOMENTS]
     call.use_moments(moments)
     buffers = Buffers(packing, wx, a.save)
@@ -77,16 +77,7 @@ def forward(a: LSTMArguments) -> Forward:
     args.point(wx=wx, wh=wh, gates=gates, cand=cand, tanh_c=tanh_c)
     args.point(hidden_states=hidden, packed=panels)
     call.run()
-
-    output = layout.padded(hidden).to(dtype)
-    h_n = packing.final(hidden)
-    c_n = packing.final(cand) if a.save else packing.unsort(cand)
-    own_hidden = output.data_ptr() != hidden.data_ptr()
-    saved: list[Tensor | None] = [None] * 6
-    if a.save:
-        saved = [wh, gates, cand, None, tanh_c, hidden if own_hidden else None]
-    kept = None if own_hidden or not a.save else output
-    return output, (h_n.to(dtype), c_n.to(dtype)), Saved(None, kept, *moments, *saved)
+    return results(a, layout, hidden, moments, wh, gates, cand, tanh_c)
 
 
 def backward(
@@ -107,15 +98,6 @@ def backward(
     call.run(sums)
 
     parts = sums[:, 1].split([4 * H, 4 * H, 4 * H, H, H, sums.shape[2] - 14 * H], dim=1)
-    vectors = {
-        name: like_parameter(part.sum(0), getattr(a, name))
-        for name, part in zip(VECTORS, parts, strict=False)
-    }
+    vectors = {name: part.sum(0) for name, part in zip(VECTORS, parts, strict=False)}
     dweight = packing.outer(dwh, states_of(r, H), h0)
-    return {
-        "input": packing.unpack(dwx).to(a.input.dtype),
-        "weight_hh": dweight.to(a.weight_hh.dtype),
-        "h0": packing.unsort(dh).to(a.h0.dtype),
-        "c0": packing.unsort(dc).to(a.c0.dtype),
-        **vectors,
-    }
+    return layout.gradients(a, dwx, dweight, **vectors, h0=dh, c0=dc)

@@ -24,8 +24,15 @@ import torch
 from torch import Tensor
 
 from rbn.ops.cpu import memory
-from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, identical_steps_of, states_of
-from rbn.ops.cpu.layout import Buffers, Layout, like_parameter
+from rbn.ops.cpu.fused_lstm import (
+    Forward,
+    Gradients,
+    Saved,
+    identical_steps_of,
+    results,
+    states_of,
+)
+from rbn.ops.cpu.layout import Buffers, Layout
 from rbn.ops.cpu.norms import SequenceNorm, pooled_rstd
 from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.identical_rows import lower_rstd
@@ -227,7 +234,7 @@ def forward(a: LSTMArguments) -> Forward:
     """Run the recurrence over all steps."""
     call = Call(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
-    H, dtype = layout.hidden, a.input.dtype
+    H = layout.hidden
     shapes = LSTM.statistics_shapes(a)
     new = [None if shape is None else wx.new_empty(shape) for shape in shapes for _ in range(2)]
     call.use_moments(call.given_moments(a) if a.population else new)
@@ -271,15 +278,7 @@ def forward(a: LSTMArguments) -> Forward:
         if common == steps:
             call.fill_constants()
 
-    output = layout.padded(hidden).to(dtype)
-    h_n = packing.final(hidden)
-    c_n = packing.final(cand) if a.save else packing.unsort(cand)
-    saved: list[Tensor | None] = [None] * 6
-    own_hidden = output.data_ptr() != hidden.data_ptr()
-    if a.save:
-        saved = [None if plain else wh, gates, cand, None, tanh_c, hidden if own_hidden else None]
-    kept = None if own_hidden or not a.save else output
-    return output, (h_n.to(dtype), c_n.to(dtype)), Saved(None, kept, *new, *saved)
+    return results(a, layout, hidden, new, None if plain else wh, gates, cand, tanh_c)
 
 
 def backward(
@@ -342,11 +341,5 @@ def backward(
         dwx[:rows] = call.sequence.backward(dwx[:rows], wx[:rows])
         grads["dgamma_x"] = call.sequence.dgamma
     dweight = packing.outer(dwh, hidden, h0)
-    vectors = {name: like_parameter(grads["d" + name], getattr(a, name)) for name in VECTORS}
-    return {
-        "input": packing.unpack(dwx).to(a.input.dtype),
-        "weight_hh": dweight.to(a.weight_hh.dtype),
-        "h0": packing.unsort(dh).to(a.h0.dtype),
-        "c0": packing.unsort(dc).to(a.c0.dtype),
-        **vectors,
-    }
+    vectors = {name: grads["d" + name] for name in VECTORS}
+    return layout.gradients(a, dwx, dweight, **vectors, h0=dh, c0=dc)

@@ -11,13 +11,14 @@ equation 8, and ``d...`` the gradient of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rbn.ops.cpu.derivatives import GateDerivatives
-from rbn.ops.cpu.layout import Buffers, Layout, like_parameter, moments_of, restore_moments
+from rbn.ops.cpu.layout import Buffers, Layout, moments_of, restore_moments
 from rbn.ops.cpu.norms import BatchNorm, Norm, Shift
 from rbn.ops.cpu.transition import Transition
 from rbn.ops.definition import LSTMArguments
@@ -119,17 +120,33 @@ def forward(a: LSTMArguments) -> Forward:
             zoneout_h.forward(t, h, h_t, h_t)
         h, c = h_t, cells[t]
 
-    dtype = a.input.dtype
-    output = layout.padded(hidden).to(dtype)
-    h_n = packing.final(hidden)
-    c_n = packing.final(cell) if a.save else packing.unsort(cell)
     rows = packing.steps * packing.batch if a.norm == "layer" else packing.steps
     moments = moments_of(plan.norms, rows)
+    own = cell if own_cell else None
+    return results(a, layout, hidden, moments, transition.wh, gates, cand, tanh_c, own)
+
+
+def results(
+    a: LSTMArguments,
+    layout: Layout,
+    hidden: Tensor,
+    moments: Sequence[Tensor | None],
+    wh: Tensor | None,
+    gates: Tensor,
+    cand: Tensor,
+    tanh_c: Tensor,
+    own_cell: Tensor | None = None,
+) -> Forward:
+    """The results of a forward pass from its buffers. The arguments are named as in `Saved`."""
+    packing, dtype = layout.packing, a.input.dtype
+    output = layout.padded(hidden).to(dtype)
+    cell = cand if own_cell is None else own_cell
+    h_n = packing.final(hidden)
+    c_n = packing.final(cell) if a.save else packing.unsort(cell)
     saved: list[Tensor | None] = [None] * 6
     own_hidden = output.data_ptr() != hidden.data_ptr()
     if a.save:
-        saved = [transition.wh, gates, cand, cell if own_cell else None, tanh_c]
-        saved.append(hidden if own_hidden else None)
+        saved = [wh, gates, cand, own_cell, tanh_c, hidden if own_hidden else None]
     kept = None if own_hidden or not a.save else output
     return output, (h_n.to(dtype), c_n.to(dtype)), Saved(None, kept, *moments, *saved)
 
@@ -194,17 +211,9 @@ def backward(
 
     dwx, dweight, dbias, dgamma_x, dgamma_h = transition.finish_backward(hidden, h0)
     dgamma_c, dbeta_c = (None, None) if norm_c is None else (norm_c.dgamma, norm_c.dbeta)
-    return {
-        "input": dwx.to(a.input.dtype),
-        "weight_hh": dweight.to(a.weight_hh.dtype),
-        "bias": like_parameter(dbias, a.bias),
-        "gamma_x": like_parameter(dgamma_x, a.gamma_x),
-        "gamma_h": like_parameter(dgamma_h, a.gamma_h),
-        "gamma_c": like_parameter(dgamma_c, a.gamma_c),
-        "beta_c": like_parameter(dbeta_c, a.beta_c),
-        "h0": packing.unsort(dh).to(a.h0.dtype),
-        "c0": packing.unsort(dc).to(a.c0.dtype),
-    }
+    vectors = {"bias": dbias, "gamma_x": dgamma_x, "gamma_h": dgamma_h}
+    vectors |= {"gamma_c": dgamma_c, "beta_c": dbeta_c}
+    return layout.gradients(a, dwx, dweight, **vectors, h0=dh, c0=dc)
 
 
 def states_of(r: Saved, hidden: int) -> Tensor:

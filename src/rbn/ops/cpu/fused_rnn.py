@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.cpu.fused_gru import Gates
-from rbn.ops.cpu.layout import Buffers, Layout, like_parameter, moments_of, restore_moments
+from rbn.ops.cpu.layout import Buffers, Layout, moments_of, restore_moments
 from rbn.ops.cpu.norms import BatchNorm
 from rbn.ops.cpu.transition import Transition
 from rbn.ops.definition import RNNArguments
@@ -175,12 +175,5 @@ def backward(
     dbeta = None
     if plan.gates is not None and dbias is not None:
         dbias, dbeta = plan.gates.dbias, dbias[-H:].clone()
-    return {
-        "input": dwx.to(a.input.dtype),
-        "weight_hh": dweight.to(a.weight_hh.dtype),
-        "bias": like_parameter(dbias, a.bias),
-        "gamma_x": like_parameter(dgamma_x, a.gamma_x),
-        "gamma_h": like_parameter(dgamma_h, a.gamma_h),
-        "h0": packing.unsort(dh).to(a.h0.dtype),
-        "beta_n": like_parameter(dbeta, a.beta_n),
-    }
+    vectors = {"bias": dbias, "gamma_x": dgamma_x, "gamma_h": dgamma_h, "beta_n": dbeta}
+    return layout.gradients(a, dwx, dweight, **vectors, h0=dh)

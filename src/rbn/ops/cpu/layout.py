@@ -99,6 +99,26 @@ class Layout:
             grad = grad.masked_fill(self.padding, 0)
         return self.packing.split(self.rows(grad))
 
+    def gradients(
+        self, a: Arguments, dwx: Tensor, dweight: Tensor, **others: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """All gradients by name, in the dtypes of the arguments.
+
+        dwx: of the input term, packed. others: of vectors, and in the packed row order of states.
+        """
+        results: dict[str, Tensor | None] = {
+            "input": self.packing.unpack(dwx).to(a.input.dtype),
+            "weight_hh": dweight.to(a.weight_hh.dtype),
+        }
+        for name, gradient in others.items():
+            given: Tensor | None = getattr(a, name)
+            results[name] = None
+            if gradient is not None and given is not None:
+                if name in ("h0", "c0"):
+                    gradient = self.packing.unsort(gradient)
+                results[name] = gradient.to(given.dtype)
+        return results
+
     def state_gradient(self, grad: Tensor | None, like: Tensor) -> Tensor:
         """A new buffer ``[B, H]`` in the packed row order, with the gradient of a last state."""
         if grad is None:
@@ -142,8 +162,3 @@ def restore_moments(
     for norm, mean, rstd in zip(norms, moments[0::2], moments[1::2], strict=True):
         if norm is not None and mean is not None and rstd is not None:
             norm.restore(mean, rstd)
-
-
-def like_parameter(grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """The gradient of an optional parameter in its dtype; None if it is absent."""
-    return None if grad is None or parameter is None else grad.to(parameter.dtype)

@@ -5,35 +5,17 @@ The compiled kernel runs the calls that it supports, PyTorch's operators run the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import compiled_layer_lstm, compiled_lstm, fused_lstm, memory
-from rbn.ops.cpu.fused_lstm import Gradients, Saved
+from rbn.ops.cpu import compiled_layer_lstm, compiled_lstm, fused_lstm
+from rbn.ops.cpu.fused_lstm import Saved
+from rbn.ops.cpu.passes import implementation
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.identical_rows import variance
-from rbn.ops.input_term import through_term, with_term
-from rbn.ops.operator import Implementation, Incoming, Results
+from rbn.ops.operator import Results
 from rbn.ops.types import compute_dtype
-
-
-def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
-    """Run the recurrence over all steps."""
-    (call,) = calls
-    a: LSTMArguments
-    a, kept = with_term(LSTM, call, linear=memory.linear)
-    module = _fastest(a)
-    saved: Saved
-    output, states, saved = module.forward(a)
-    moments: tuple[Tensor | None, ...] = (None,) * 6
-    if a.batch_stats:
-        moments = _with_variances(saved, a.eps)
-    if a.save and kept:
-        saved = saved._replace(wx=kept["wx"])
-    return Results(output, states, moments, saved)
 
 
 def _fastest(a: LSTMArguments) -> Any:
@@ -41,26 +23,6 @@ def _fastest(a: LSTMArguments) -> Any:
         if module.usable(a):
             return module
     return fused_lstm
-
-
-def _with_variances(saved: Saved, eps: float) -> tuple[Tensor | None, ...]:
-    pairs = (saved.mean_x, saved.rstd_x), (saved.mean_h, saved.rstd_h), (saved.mean_c, saved.rstd_c)
-    moments: list[Tensor | None] = []
-    for mean, rstd in pairs:
-        moments += [None, None] if rstd is None else [mean, variance(rstd, eps)]
-    return tuple(moments)
-
-
-def backward(
-    calls: Sequence[LSTMArguments], saved: Saved, plan: None, incoming: Incoming
-) -> list[Gradients]:
-    """The gradients of all differentiable tensors."""
-    (call,) = calls
-    a: LSTMArguments
-    a, _ = with_term(LSTM, call, saved.wx)
-    module = _fastest(a)
-    gradients: Gradients = module.backward(a, saved, incoming.output, *incoming.states)
-    return [through_term(call, gradients, incoming.input)]
 
 
 def fake(a: LSTMArguments) -> Results:
@@ -104,4 +66,4 @@ def _fake_moments(a: LSTMArguments, estimated: list[Tensor | None]) -> dict[str,
     return saved
 
 
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake)
+IMPLEMENTATION = implementation(Saved, _fastest, fake)

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import fused_rnn, memory
+from rbn.ops.cpu import fused_rnn
 from rbn.ops.cpu.fused_rnn import Saved
+from rbn.ops.cpu.passes import implementation
 from rbn.ops.definition import RNNArguments
-from rbn.ops.identical_rows import variance
-from rbn.ops.input_term import through_term, with_term
-from rbn.ops.operator import Implementation, Incoming, Results
+from rbn.ops.operator import Results
 from rbn.ops.types import compute_dtype
-
-
-def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
-    """Run the recurrence over all steps."""
-    (call,) = calls
-    a: RNNArguments
-    a, kept = with_term(call.definition, call, linear=memory.linear)
-    output, states, saved = fused_rnn.forward(a)
-    moments: tuple[Tensor | None, ...] = (None,) * 4
-    if saved.rstd_x is not None and saved.rstd_h is not None:
-        var_x, var_h = variance(saved.rstd_x, a.eps), variance(saved.rstd_h, a.eps)
-        moments = (saved.mean_x, var_x, saved.mean_h, var_h)
-    if a.save and kept:
-        saved = saved._replace(wx=kept["wx"])
-    return Results(output, states, moments, saved)
-
-
-def backward(
-    calls: Sequence[RNNArguments], saved: Saved, plan: None, incoming: Incoming
-) -> list[dict[str, Tensor | None]]:
-    """The gradients of all differentiable tensors."""
-    (call,) = calls
-    a: RNNArguments
-    a, _ = with_term(call.definition, call, saved.wx)
-    gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)
-    return [through_term(call, gradients, incoming.input)]
 
 
 def fake(a: RNNArguments) -> Results:
@@ -70,4 +41,4 @@ def fake(a: RNNArguments) -> Results:
     return Results(new(T, B, H, dtype=dtype), (new(B, H, dtype=dtype),), tuple(moments), saved)
 
 
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake)
+IMPLEMENTATION = implementation(Saved, lambda a: fused_rnn, fake)

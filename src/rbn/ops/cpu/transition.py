@@ -114,19 +114,18 @@ class Transition:
     def finish_backward(
         self, hidden: Tensor, h0: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of wx, weight_hh, bias, gamma_x and gamma_h.
+        """The gradients of wx (packed), weight_hh, bias, gamma_x and gamma_h.
 
         hidden: the states ``[T * B, H]`` packed; h0: ``[B, H]`` in the packed row order.
         """
         packing, rows = self.packing, self.packing.rows
         dweight = packing.outer(self.dwh, hidden, h0)
         if self.norm_h is None:
-            return packing.unpack(self.dwx), dweight, self.dwx[:rows].sum(0), None, None
+            return self.dwx, dweight, self.dwx[:rows].sum(0), None, None
         dgamma_x = None
         if self.sequence is not None:
             self.dwx[:rows] = self.sequence.backward(self.dwx[:rows], self.wx[:rows])
             dgamma_x = self.sequence.dgamma
         elif self.norm_x is not None:
             dgamma_x = self.norm_x.dgamma
-        dwx = packing.unpack(self.dwx)
-        return dwx, dweight, self.norm_h.dbeta, dgamma_x, self.norm_h.dgamma
+        return self.dwx, dweight, self.norm_h.dbeta, dgamma_x, self.norm_h.dgamma

@@ -31,7 +31,7 @@ from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structur
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.gpu.sequence_statistics import sequence_backward, sequence_moments
 from rbn.ops.identical_rows import identical_steps, raise_variances
-from rbn.ops.input_term import without_padding
+from rbn.ops.input_term import through_term
 from rbn.ops.operator import Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -264,11 +264,6 @@ def backward(
         known = wx, tensors.get("lengths"), own, tensors["gamma_x"], a.eps
         sequence_backward(*known, dwx, sums["bias"], sums["gamma_x"])
 
-    gradients: dict[str, Tensor | None] = dict.fromkeys(RNN.gradients)
-    for name in _VECTORS:
-        parameter: Tensor | None = getattr(a, name)
-        if parameter is not None:
-            gradients[name] = sums[name].to(parameter.dtype)
     rows = da.view(T * B, -1)[:, :H].t()
     tf32 = dtype == torch.float32 and wx.is_cuda
     with multiplied_in_tf32(True) if tf32 else contextlib.nullcontext():
@@ -282,16 +277,13 @@ def backward(
         dh0 = da[0, :, :H].mm(weight)
     if a.lengths is not None:  # for rows that have ended, the gradient bypasses W_h
         dh0 = dh0 + dh
-    gradients["h0"] = (dh0.sum(0) if a.h0.dim() == 1 else dh0).to(a.h0.dtype)
+    gradients: dict[str, Tensor | None] = {"input": dwx, "beta_n": None}
     gradients["weight_hh"] = dweight.to(a.weight_hh.dtype)
-    gradients["input"] = dwx
-    if a.weight_ih is not None:
-        x, w = a.input if r.x is None else r.x, a.weight_ih if r.w is None else r.w
-        dw = dwx.view(T * B, H).t().mm(x.reshape(-1, x.shape[-1]))
-        gradients["weight_ih"] = without_padding(dw, a.input.shape[-1])
-        gradients["input"] = None
-        if incoming.input:
-            gradients["input"] = without_padding(torch.matmul(dwx, w), a.input.shape[-1])
+    gradients = through_term(a, gradients, incoming.input, r.x, r.w)
+    gradients["h0"] = (dh0.sum(0) if a.h0.dim() == 1 else dh0).to(a.h0.dtype)
+    for name in _VECTORS:
+        parameter: Tensor | None = getattr(a, name)
+        gradients[name] = None if parameter is None else sums[name].to(parameter.dtype)
     return gradients
 
 

@@ -107,10 +107,9 @@ def _portable(gpu, dtype):
         if all(cuts.values()):
             break
     for direction, cut in cuts.items():
-        tiling = {"MT": cut.tiles, "MW": cut.row_warps, "KS": cut.column_warps}
-        tiling |= {"CHUNK": cut.chunk, "REGISTERS": cut.registers, "BARRIER": cut.barrier}
         shared = portable_kernels.shared_bytes(direction, cut, dtype, hidden)
-        defines = _defines(dtype, hidden, direction, **tiling)
+        call = tuple(_defines(dtype, hidden, direction).items())
+        defines = portable_kernels.macros(cut, shared, call)
         name = f"portable_{direction}"
         yield Compiled(name, arch, dtype, BATCH, hidden, defines, cut.threads, shared)
 
@@ -123,8 +122,9 @@ def _rnn(gpu, dtype):
         if cut is not None:
             break
     for direction in ("forward", "backward"):
-        defines = rnn_single.macros(cut, tuple(_defines(dtype, hidden, direction, RELU=0).items()))
         shared, threads = cut.shared(direction, dtype, hidden), 32 * cut.warps
+        call = tuple(_defines(dtype, hidden, direction, RELU=0).items())
+        defines = rnn_single.macros(cut, shared, call)
         yield Compiled(f"rnn_{direction}", arch, dtype, BATCH, hidden, defines, threads, shared)
 
 
@@ -146,8 +146,8 @@ def _cluster(gpu, dtype, cut, hidden):
     if cut.units > cluster_kernels.UNITS:
         arch, more = arch + "a", more | {"UNITS": cut.units, "STAGGERED": 1}
     for direction in ("forward", "backward"):
-        defines = _defines(dtype, hidden, direction, **more)
         shared = cut.shared(direction)
+        defines = _defines(dtype, hidden, direction, SHARED_BYTES=shared, **more)
         if shared <= gpu.shared:
             name = f"cluster_{direction}"
             yield Compiled(name, arch, dtype, BATCH, hidden, defines, cut.threads, shared)
@@ -179,8 +179,7 @@ def _grid(gpu, dtype):
 
 def resources(kernel):
     """Registers per thread and bytes of its stack, which holds spilled registers."""
-    defines = kernel.defines | {"SHARED_BYTES": kernel.shared}
-    code = nvrtc.compile_source(nvrtc.source(kernel.name), kernel.name, defines, kernel.arch)
+    code = nvrtc.compile_source(nvrtc.source(kernel.name), kernel.name, kernel.defines, kernel.arch)
     found = {_REGISTER_COUNT: 0, _FRAME_SIZE: 0}
     for name, content in _sections(code):
         if name == ".nv.info":

@@ -139,7 +139,7 @@ def emulate_portable(emulated_folder, monkeypatch):
 
     def kernel(direction, tiling, device, shared, defines):
         launches.append(direction)
-        macros = portable_kernels.macros(tiling, defines)
+        macros = portable_kernels.macros(tiling, shared, defines)
         name = f"portable_{direction}"
         return EmulatedKernel(emulated_folder, name, macros, tiling.threads, shared)
 

@@ -86,7 +86,6 @@ class EmulatedKernel:
     def __init__(
         self, folder, name, defines, threads, shared, cluster=0, together=True, down=False
     ):
-        defines = defines | {"SHARED_BYTES": shared}
         self._run = ctypes.CDLL(compiled(folder, name, defines)).run
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self.together, self.down, self.seed = together, down, 0

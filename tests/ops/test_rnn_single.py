@@ -69,7 +69,7 @@ def emulate(emulated_folder, monkeypatch):
 
     def kernel(direction, tiling, device, shared, defines):
         launches.append(direction)
-        macros = rnn_single.macros(tiling, defines)
+        macros = rnn_single.macros(tiling, shared, defines)
         name, threads = f"rnn_{direction}", 32 * tiling.warps
         return EmulatedKernel(emulated_folder, name, macros, threads, shared)
 

@@ -128,7 +128,7 @@ def test_emulated_rnn(barrier, scale, emulated_folder, monkeypatch):
     tiling = Tiling(8, 1, 1, 1, 1, 1, registers=not barrier, barrier=barrier)
 
     def kernel(direction, tiling, device, shared, defines):
-        macros = rnn_single.macros(tiling, defines)
+        macros = rnn_single.macros(tiling, shared, defines)
         name, threads = f"rnn_{direction}", 32 * tiling.warps
         return EmulatedKernel(emulated_folder, name, macros, threads, shared)
 

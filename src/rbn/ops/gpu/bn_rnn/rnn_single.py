@@ -162,12 +162,11 @@ def kernel(
 ) -> Kernel:
     """The kernel, compiled if necessary."""
     name = f"rnn_{direction}"
-    named = macros(tiling, defines) | {"SHARED_BYTES": shared}
-    code = nvrtc.compiled(name, named, nvrtc.architecture_of(device))
+    code = nvrtc.compiled(name, macros(tiling, shared, defines), nvrtc.architecture_of(device))
     return Kernel(code, name, 32 * tiling.warps, shared)
 
 
-def macros(tiling: Tiling, defines: tuple[Any, ...]) -> dict[str, int]:
+def macros(tiling: Tiling, shared: int, defines: tuple[Any, ...]) -> dict[str, int]:
     """All macros that a kernel is compiled with."""
     return dict(defines) | {
         "UNITS": tiling.units,
@@ -178,6 +177,7 @@ def macros(tiling: Tiling, defines: tuple[Any, ...]) -> dict[str, int]:
         "CHUNK": tiling.chunk,
         "REGISTERS": int(tiling.registers),
         "BARRIER": int(tiling.barrier),
+        "SHARED_BYTES": shared,
         "BIAS": 1,  # for common.cuh
     }
 

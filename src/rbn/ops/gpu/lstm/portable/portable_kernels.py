@@ -124,7 +124,7 @@ def _fits(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, device:
     )
 
 
-def macros(tiling: PortableTiling, defines: tuple[Any, ...]) -> dict[str, int]:
+def macros(tiling: PortableTiling, shared: int, defines: tuple[Any, ...]) -> dict[str, int]:
     """The macros of a kernel: those of the call and those of the tiling."""
     return dict(defines) | {
         "MT": tiling.tiles,
@@ -133,6 +133,7 @@ def macros(tiling: PortableTiling, defines: tuple[Any, ...]) -> dict[str, int]:
         "CHUNK": tiling.chunk,
         "REGISTERS": int(tiling.registers),
         "BARRIER": int(tiling.barrier),
+        "SHARED_BYTES": shared,
         "FEW": int(tiling.tiles == 1),  # a warp owns all rows and reduces over them alone
     }
 
@@ -143,6 +144,5 @@ def kernel(
 ) -> Kernel:
     """The kernel, compiled if necessary."""
     name = f"portable_{direction}"
-    named = macros(tiling, defines) | {"SHARED_BYTES": shared}
-    code = nvrtc.compiled(name, named, nvrtc.architecture_of(device))
+    code = nvrtc.compiled(name, macros(tiling, shared, defines), nvrtc.architecture_of(device))
     return Kernel(code, name, tiling.threads, shared)

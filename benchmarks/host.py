@@ -11,7 +11,6 @@ import csv
 import functools
 import importlib
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 import torch
 import torch.nn.functional as F
+from machine import cpu
 from torch.profiler import ProfilerActivity, profile
 
 import rbn
@@ -204,15 +204,6 @@ def microseconds(function, repeats):
             function()
         rounds.append((time.process_time() - began) / 30 * 1e6)
     return min(rounds)
-
-
-def cpu():
-    """The processor's name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.machine()
 
 
 def rows(repeats):

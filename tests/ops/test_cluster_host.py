@@ -1,6 +1,5 @@
 """The host's side of the cluster kernels: how small layers are divided, and which are supported."""
 
-import contextlib
 import types
 
 import pytest
@@ -93,7 +92,7 @@ def test_how_cluster_kernels_are_compiled(monkeypatch, hidden, expected):
 def test_blocks_of_16_units_are_for_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     cut = cluster_kernels.cluster_tiling_16(torch.float16, 64, 240)
-    assert cluster_kernels.cluster_of.__wrapped__(cut, torch.float16, 240, 0) is None
+    assert cluster_kernels.cluster_of.__wrapped__(cut, 0) is None
 
 
 def test_cluster_kernels_run_where_a_cluster_fits(monkeypatch):
@@ -125,30 +124,23 @@ def test_small_layers_side_by_side(monkeypatch):
     ("at_once", "expected"), [({13: 7, 16: 6}, 13), ({13: 0, 16: 6}, 16), ({13: 0, 16: 0}, None)]
 )
 def test_the_size_of_a_cluster(monkeypatch, at_once, expected):
-    """The number of blocks, or the next power of two, or none."""
-    asked = []
-
-    def kernel(direction, cut, size, device, defines):
-        asked.append((direction, size))
-        return types.SimpleNamespace(at_once=size * at_once[size])
-
-    monkeypatch.setattr(cluster_kernels, "kernel", kernel)
+    """The number of blocks, or the next power of two, or none. Nothing must be compiled to know."""
+    monkeypatch.setattr(cluster_kernels, "clusters", lambda size, device: at_once[size])
+    monkeypatch.setattr(cluster_kernels, "kernel", lambda *args: pytest.fail("compiled"))
     monkeypatch.setattr(cluster_kernels, "shared_limit", lambda device: 227 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 3))
     find = cluster_kernels.cluster_of.__wrapped__
     cut = cluster_kernels.cluster_tiling(torch.bfloat16, 100, 100)
-    assert find(cut, torch.bfloat16, 100, 0) == expected
-    assert asked[:2] == [("forward", 13), ("backward", 13)]
+    assert find(cut, 0) == expected
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert find(cut, torch.bfloat16, 100, 0) is None
+    assert find(cut, 0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "version", lambda: (12, 2))
-        assert find(cut, torch.bfloat16, 100, 0) is None
+        assert find(cut, 0) is None
     monkeypatch.setattr(cluster_kernels, "shared_limit", lambda device: cut.shared("backward") - 1)
-    assert find(cut, torch.bfloat16, 100, 0) is None
+    assert find(cut, 0) is None
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])

@@ -1,6 +1,10 @@
 """The host's side of the CUDA C++ kernels: tilings, compilation and caches."""
 
 import ctypes
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -137,6 +141,100 @@ def test_code_that_others_can_write_is_not_used(shared, tmp_path, caplog):
     (path if shared == "file" else tmp_path).chmod(0o777)
     assert nvrtc._kept(path) is None
     assert "can be written by other users" in caplog.text
+
+
+@pytest.fixture
+def ahead(monkeypatch, tmp_path):
+    """Nothing was compiled ahead. Returns a function that makes the compiler call a function."""
+    monkeypatch.setenv("RBN_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_AHEAD", {})
+
+    def given(compile_source):
+        monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+
+    return given
+
+
+def test_kernels_are_compiled_ahead_at_the_same_time(ahead):
+    both, names = threading.Barrier(2, timeout=60), []
+
+    def compile_source(text, name, defines, arch):
+        both.wait()
+        names.append(name)
+        return name.encode()
+
+    ahead(compile_source)
+    for name in ("rnn_forward", "rnn_backward", "rnn_forward"):  # the last one is known
+        nvrtc.compile_ahead(name, {"H": 8, "TYPE": 1}, "sm_90")
+    for name in ("rnn_forward", "rnn_backward"):
+        assert nvrtc.compiled(name, {"TYPE": 1, "H": 8}, "sm_90") == name.encode()
+        nvrtc.compile_ahead(name, {"H": 8, "TYPE": 1}, "sm_90")  # loaded: not needed again
+        assert nvrtc.compiled(name, {"H": 8, "TYPE": 1}, "sm_90") == name.encode()  # from disk
+    assert sorted(names) == ["rnn_backward", "rnn_forward"]
+
+
+def test_errors_ahead_are_raised_where_the_kernel_is_needed(ahead):
+    def compile_source(*args):
+        raise RuntimeError("NVRTC refused rnn_forward: an error")
+
+    ahead(compile_source)
+    nvrtc.compile_ahead("rnn_forward", {"H": 8}, "sm_90")
+    with pytest.raises(RuntimeError, match="NVRTC refused rnn_forward: an error"):
+        nvrtc.compiled("rnn_forward", {"H": 8}, "sm_90")
+    ahead(lambda *args: b"code")
+    assert nvrtc.compiled("rnn_forward", {"H": 8}, "sm_90") == b"code"  # the next call tries again
+
+
+def test_without_threads_kernels_are_compiled_when_needed(ahead, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    ahead(lambda *args: b"code")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    nvrtc.compile_ahead("rnn_forward", {"H": 8}, "sm_90")
+    assert nvrtc.compiled("rnn_forward", {"H": 8}, "sm_90") == b"code"
+
+
+ENDS = """
+import os, signal, sys, threading, time
+from rbn.ops.gpu.runtime import nvrtc
+
+def compile_source(text, name, defines, arch):
+    time.sleep(seconds)
+    return b"code"
+
+end, seconds = sys.argv[1], 1.0
+nvrtc.compile_source = compile_source
+nvrtc.compile_ahead("rnn_forward", {"H": 8}, "sm_90")
+if end == "fork":
+    child = os.fork()
+    if not child:  # has no thread that compiles
+        seconds = 0.0
+        assert nvrtc.compiled("rnn_forward", {"H": 8}, "sm_90") == b"code"
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+if end == "interrupt":
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        nvrtc.compiled("rnn_forward", {"H": 8}, "sm_90")
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["exit", "fork", "interrupt"])
+def test_a_process_ends_while_it_compiles(end, tmp_path):
+    """At its end it waits for the compiler; what that wrote is whole."""
+    command = [sys.executable, "-W", "error", "-c", ENDS, end]
+    caches = {"RBN_CACHE": str(tmp_path)}
+    run = subprocess.run(
+        command, env=os.environ | caches, capture_output=True, text=True, timeout=120
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == ("interrupted\n" if end == "interrupt" else "")
+    (path,) = tmp_path.iterdir()
+    assert nvrtc._kept(path) == b"code"
 
 
 class Compiler:

@@ -17,7 +17,7 @@ from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.plan import Plan
 from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.lstm.term import Term
-from rbn.ops.gpu.runtime import driver
+from rbn.ops.gpu.runtime import driver, nvrtc, occupancy
 
 HOST = torch.device("cpu")  # without cluster kernels
 
@@ -265,18 +265,19 @@ def test_how_many_clusters_the_card_has_room_for(drive, monkeypatch):
     """Queried with a kernel that takes one multiprocessor per block, and with its grid."""
     asked = []
 
-    def clusters(count, function, config):
+    def most_clusters(count, function, config):
         given = config._obj
         asked.append((list(given.grid), list(given.attributes[0].value[:3]), given.count))
         assert (given.shared, list(given.block)) == (227 * 1024, [256, 1, 1])
         count._obj.value = 30
         return 0
 
-    drive(cuOccupancyMaxActiveClusters=clusters)
+    drive(cuOccupancyMaxActiveClusters=most_clusters)
     monkeypatch.setattr(driver, "shared_limit", lambda device: 227 * 1024)
-    monkeypatch.setattr(grid_kernels.nvrtc, "compiled", lambda *args: b"")
+    monkeypatch.setattr(nvrtc, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(nvrtc, "compiled", lambda *args: b"")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    assert grid_kernels.clusters.__wrapped__(4, 0) == 30
+    assert occupancy.clusters.__wrapped__(4, 0) == 30
     assert asked == [([1, 4, 1], [1, 4, 1], 1)]
 
 

@@ -257,3 +257,82 @@ def test_the_driver_launches_the_other_calls(compiled_in, monkeypatch):
     values = [[a.data_ptr(), b.data_ptr(), *numbers] for a, b in pairs[1:]]
     sizes = [3, 2, 1, 128, 1, 1, 64]
     assert cuda.launches == [(2**40 + 1, sizes, 77, found) for found in values]
+
+
+class Warm(Kernel):
+    """A Triton function that can also be compiled without a launch."""
+
+    def __init__(self, compiled):
+        super().__init__(compiled)
+        self.compiled.function, self.warmed = None, []
+        self.compiled.asm, self.compiled.metadata.name = {"cubin": b"machine code"}, "kernel_0"
+
+    def warmup(self, *arguments, grid, **flags):
+        self.warmed.append((arguments, flags))
+        return self.compiled
+
+
+class Loader(Driver):
+    """Also loads machine code."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.loaded, self.attributes = [], []
+
+    def cuModuleLoadData(self, module, code):
+        self.loaded.append(code)
+        return 0
+
+    def cuModuleGetFunction(self, function, module, name):
+        assert name == b"kernel_0"
+        function._obj.value = 2**40 + len(self.loaded)
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.attributes.append((attribute, value))
+        return 0
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("repeated", [False, True])
+def test_the_driver_also_makes_the_first_launch(repeated, monkeypatch):
+    """So Triton's launcher is not needed, which older versions compile with the C compiler."""
+    kernel, cuda = Warm(Loaded()), Loader([8, 8, 4, 4])
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    memory, flags = torch.zeros(16), {"UNITS": 8, "SAVE": True}
+    pairs = [(memory[k : k + 4], memory[8:]) for k in (0, 4)]
+    for pair in pairs:
+        if repeated:
+            RepeatedLaunch(kernel, (3, 2), pair, flags)(1, 0.5)
+        else:
+            addresses = tuple(tensor.data_ptr() for tensor in pair)
+            ask = lambda pair=pair: pair  # noqa: E731
+            launch_cached(kernel, (3, 2), addresses, ask, (1, 0.5), flags, (), memory)
+    assert kernel.warmed == [((*pairs[0], 1, 0.5), flags)]
+    assert not kernel.calls
+    assert not kernel.compiled.calls
+    assert cuda.loaded == [b"machine code"]
+    assert cuda.attributes == [(driver._DYNAMIC_SHARED, 64)]
+    sizes = [3, 2, 1, 128, 1, 1, 64]
+    values = [[a.data_ptr(), b.data_ptr(), 1, 0x3F000000] for a, b in pairs]
+    assert cuda.launches == [(2**40 + 1, sizes, 77, found) for found in values]
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("why", ["hook", "scratch"])
+def test_triton_makes_the_first_launch_if_it_must(why, repeated, monkeypatch):
+    kernel = Warm(Loaded(global_scratch_size=8 if why == "scratch" else 0))
+    monkeypatch.setattr(driver, "_driver", lambda: pytest.fail("asked the driver"))
+    if why == "hook":
+        monkeypatch.setattr(direct_launch, "_hooked", lambda found: True)
+        kernel.compiled.metadata.launch_pdl = True  # neither are later ones
+    pair, flags = (torch.zeros(4), torch.zeros(4)), {"UNITS": 8, "SAVE": True}
+    addresses = tuple(tensor.data_ptr() for tensor in pair)
+    for _ in range(2):
+        if repeated:
+            RepeatedLaunch(kernel, (3, 2), pair, flags)(1, 0.5)
+        else:
+            launch_cached(kernel, (3, 2), addresses, lambda: pair, (1, 0.5), flags, (), pair[0])
+    assert len(kernel.calls) == 1
+    assert len(kernel.compiled.calls) == 1

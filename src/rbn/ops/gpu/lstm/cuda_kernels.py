@@ -156,6 +156,24 @@ def defines(
     )
 
 
+def compile_ahead(plan: Any, backward: bool) -> None:
+    """Start compiling the forward kernel of a plan, and the backward kernel, all at once.
+
+    Assumes that the output will have a gradient. Other backward kernels are compiled when needed.
+    """
+    device, H = plan.term.device.index or 0, plan.sizes[-1]
+    for direction in ("forward", "backward") if backward else ("forward",):
+        tiling, defines = plan.tilings[direction], plan.defines[direction == "backward"]
+        if plan.family == CLUSTER:
+            wanted = cluster_kernels.program(direction, tiling, device, defines)
+        elif plan.family == GRID:
+            wanted = grid_kernels.program(tiling, defines)
+        else:
+            shared = portable_kernels.shared_bytes(direction, tiling, plan.term.dtype, H)
+            wanted = portable_kernels.program(direction, tiling, device, shared, defines)
+        nvrtc.compile_ahead(*wanted)
+
+
 class Launch(NamedTuple):
     """A kernel ready to launch: ``kernel.launch(grid, arguments)``."""
 
@@ -199,7 +217,7 @@ def _kernel_and_grid(direction: str, plan: Any, defines: tuple[Any, ...]) -> Cac
     _, R, _, _, H = plan.sizes
     dtype, splits = plan.term.dtype, 1
     if plan.family == CLUSTER:
-        cluster = cluster_kernels.cluster_of(tiling, dtype, H, device)
+        cluster = cluster_kernels.cluster_of(tiling, device)
         assert cluster is not None
         blocks = cluster
         kernel = cluster_kernels.kernel(direction, tiling, cluster, device, defines)

@@ -187,7 +187,10 @@ def _new_plan(a: LSTMArguments, count: int, may_skip_term: bool) -> Plan:
         and (a.norm == "none" or (a.gamma_x is not None and a.gamma_c is not None))
         and cluster_kernels.choose(term) is not None
     )
-    return Plan(a, term, one_feature, family)
+    plan = Plan(a, term, one_feature, family)
+    if family is not None and term.is_cuda:  # tests run these kernels on the CPU
+        cuda_kernels.compile_ahead(plan, backward=a.save)
+    return plan
 
 
 def term_of(a: LSTMArguments, count: int) -> Term:

@@ -1,8 +1,13 @@
-"""Launches compiled Triton kernels directly through the CUDA driver, reusing argument buffers."""
+"""Launches Triton kernels directly through the CUDA driver, reusing argument buffers.
+
+Triton's own launcher costs more per launch. Before Triton 3.7 it is also a C extension for each
+signature, which Triton builds with the system's compiler in a second or so.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +35,26 @@ def _hooked(result: Any) -> bool:
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
+def compile_only(
+    kernel: Any, tensors: Sequence[Any], numbers: Sequence[Any], flags: dict[str, Any]
+) -> Any:
+    """The kernel that Triton compiles for these arguments; None if Triton must also launch it."""
+    warmup = getattr(kernel, "warmup", None)  # the interpreter has none in some versions
+    result = None if warmup is None else warmup(*tensors, *numbers, grid=(1,), **flags)
+    return None if result is None or _hooked(result) else result
+
+
+@functools.lru_cache(maxsize=1024)
+def _loaded(result: Any) -> int:
+    metadata = result.metadata
+    return driver.load(result.asm["cubin"], metadata.name, metadata.shared).value or 0
+
+
+def _function(result: Any) -> int:
+    """The driver's handle of a compiled kernel, which is loaded if Triton has not done that."""
+    return _loaded(result) if result.function is None else int(result.function)
+
+
 def kinds_of(result: Any, names: Sequence[str]) -> list[str | None] | None:
     """The types of a compiled kernel's arguments; None for those that were compiled in.
 
@@ -37,8 +62,8 @@ def kinds_of(result: Any, names: Sequence[str]) -> list[str | None] | None:
     the arguments do not match what the driver reports.
     """
     signature = getattr(getattr(result, "src", None), "signature", None)
-    metadata, function = getattr(result, "metadata", None), getattr(result, "function", None)
-    if not isinstance(signature, dict) or metadata is None or not isinstance(function, int):
+    metadata = getattr(result, "metadata", None)
+    if not isinstance(signature, dict) or metadata is None:
         return None
     if torch.version.hip is not None:
         return None
@@ -49,7 +74,7 @@ def kinds_of(result: Any, names: Sequence[str]) -> list[str | None] | None:
     kinds = [signature.get(name) for name in names]
     kinds = [None if kind == "constexpr" else kind for kind in kinds]
     sizes = [8 if kind.startswith("*") else _BYTES.get(kind) for kind in kinds if kind is not None]
-    taken = driver.parameter_sizes(function)
+    taken = driver.parameter_sizes(_function(result))
     beyond = None if taken is None else taken[len(sizes) :]
     if taken is None or taken[: len(sizes)] != sizes or beyond not in ([], [8], [8] * _SCRATCH):
         return None
@@ -86,7 +111,7 @@ def launcher(
     places = (ctypes.c_void_p * len(slots))(*range(first, first + 8 * len(slots), 8))
     stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
     sizes = (*grid, 1, 1)[:3], 32 * result.metadata.num_warps, result.metadata.shared
-    start = driver.starter(result.function, *sizes, stream, places)
+    start = driver.starter(_function(result), *sizes, stream, places)
 
     def launch(*numbers: int) -> None:
         for place, number in zip(changing, numbers, strict=False):
@@ -113,7 +138,7 @@ def launcher_at(
     count, write = tensors + len(rest), struct.Struct(f"{tensors}P").pack_into
     free: list[tuple[Any, Any]] = []  # argument buffers that no launch is using
     sizes = (*grid, 1, 1)[:3], 32 * result.metadata.num_warps, result.metadata.shared
-    start = driver.starter_on_stream(result.function, *sizes)
+    start = driver.starter_on_stream(_function(result), *sizes)
 
     def launch(addresses: Sequence[int]) -> None:
         try:

@@ -92,6 +92,18 @@ def enter() -> None:
     _check(cuda.cuCtxSetCurrent(context), f"entering the context of device {device}")
 
 
+def load(code: bytes, name: str, shared: int) -> ctypes.c_void_p:
+    """Load machine code on the current device, for good. Returns the kernel's handle."""
+    cuda, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    enter()
+    _check(cuda.cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
+    status = cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    _check(status, f"finding {name}")
+    status = cuda.cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared)
+    _check(status, f"{shared} bytes of shared memory for {name}")
+    return function
+
+
 def parameter_sizes(function: int) -> list[int] | None:
     """Bytes of each parameter of a loaded kernel; None if the driver is too old to tell."""
     ask = getattr(_driver(), "cuFuncGetParamInfo", None)
@@ -169,8 +181,6 @@ class Kernel:
         together: bool = False,
         down: bool = False,
     ) -> None:
-        cuda = _driver()
-        enter()
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self.together = together or not cluster
         self._neighbours = (1, cluster) if down else (cluster, 1)
@@ -178,17 +188,9 @@ class Kernel:
         self._attributes[0] = _Attribute(_CLUSTER, 0, (ctypes.c_uint * 16)(*self._neighbours, 1))
         self._attributes[1] = _Attribute(_COOPERATIVE, 0, (ctypes.c_uint * 16)(1))
         self._configs: dict[tuple[int, int], bytes] = {}  # launch configs with clusters, by grid
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
-        _check(
-            cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
-            f"finding {name}",
-        )
-        _check(
-            cuda.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared),
-            f"{shared} bytes of shared memory for {name}",
-        )
-        if cluster > _PORTABLE and cuda.cuFuncSetAttribute(self._function, _NON_PORTABLE, 1):
+        self._function = load(code, name, shared)
+        non_portable = self._function, _NON_PORTABLE, 1
+        if cluster > _PORTABLE and _driver().cuFuncSetAttribute(*non_portable):
             self.at_once = 0  # this GPU refuses the cluster size
         else:
             self.at_once = self._in_clusters() if cluster else self._blocks(name)

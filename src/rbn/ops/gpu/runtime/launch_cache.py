@@ -64,19 +64,26 @@ class RepeatedLaunch:
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         key = self._key(addresses, numbers)
         known = _COMPILED.get(key)
-        if known is None:
-            result = self._kernel[self._grid](*self._tensors, *numbers, **self._flags)
+        if known is not None:
+            self._again = self._launcher(*known[:2], addresses, numbers)
+            self._again(*numbers)
+            return
+        kernel, flags = self._kernel, self._flags
+        names = kernel.arg_names[: len(addresses) + len(numbers)]
+        result = direct_launch.compile_only(kernel, self._tensors, numbers, flags)
+        kinds = None if result is None else direct_launch.kinds_of(result, names)
+        launched = kinds is None
+        if launched:
+            result = kernel[self._grid](*self._tensors, *numbers, **flags)
             if not _is_compiled(result):
                 return
-            names = self._kernel.arg_names[: len(addresses) + len(numbers)]
-            if len(_COMPILED) >= _MOST:  # probably filled by layers that no longer exist
-                _COMPILED.clear()
-            # Keeps the kernel alive, so that no other object gets its id.
             kinds = direct_launch.kinds_of(result, names)
-            _COMPILED[key] = result, kinds, self._kernel
-            self._again = self._launcher(result, kinds, addresses, numbers)
-        else:
-            self._again = self._launcher(*known[:2], addresses, numbers)
+        if len(_COMPILED) >= _MOST:  # probably filled by layers that no longer exist
+            _COMPILED.clear()
+        # Keeps the kernel alive, so that no other object gets its id.
+        _COMPILED[key] = result, kinds, kernel
+        self._again = self._launcher(result, kinds, addresses, numbers)
+        if not launched:
             self._again(*numbers)
 
     def _key(self, addresses: list[int], numbers: tuple[float, ...]) -> tuple[Any, ...]:
@@ -161,29 +168,43 @@ def launch_by_key(
             launcher[0](addresses)
             return
         grid, tensors, numbers, flags = arguments()
-        result = kernel[grid](*tensors, *numbers, **flags)
+        count = len(addresses) + len(numbers)
+        names = kernel.arg_names[:count]
+        result = direct_launch.compile_only(kernel, tensors, numbers, flags) if aligned else None
+        launch = None if result is None else _directly(result, names, grid, numbers)
+        if launch is not None:
+            launch(addresses)
+        else:
+            result = kernel[grid](*tensors, *numbers, **flags)
     if aligned and _is_compiled(result):
         if len(_LAUNCHERS) >= _MOST:
             _LAUNCHERS.clear()
-        _LAUNCHERS[full_key] = (
-            _launcher_at(kernel, result, grid, len(addresses), numbers, flags),
-            kernel,
-        )
+        if launch is None:
+            launch = _directly(result, names, grid, numbers)
+        if launch is None:
+            launch = _through_triton(kernel, result, grid, numbers, flags, count)
+        _LAUNCHERS[full_key] = launch, kernel
 
 
-def _launcher_at(
+def _through_triton(
     kernel: Any,
     result: Any,
     grid: tuple[int, int],
-    tensors: int,
     numbers: tuple[float, ...],
     flags: dict[str, Any],
+    count: int,
 ) -> Callable[[Sequence[int]], object]:
-    """Returns a function that launches a compiled kernel, given the addresses of its tensors."""
-    count = tensors + len(numbers)
-    kinds = direct_launch.kinds_of(result, kernel.arg_names[:count])
-    launch = None if kinds is None else direct_launch.launcher_at(result, kinds, grid, numbers)
-    if launch is not None:
-        return launch
+    """Returns a function that launches a compiled kernel, given the addresses of its tensors.
+
+    count: the number of tensors and numbers.
+    """
     again, rest = _as_triton(kernel, result, grid, count, flags)
     return lambda addresses: again(*addresses, *numbers, *rest)
+
+
+def _directly(
+    result: Any, names: Sequence[str], grid: tuple[int, int], numbers: tuple[float, ...]
+) -> Callable[[Sequence[int]], object] | None:
+    """Like `_through_triton`, without Triton's launcher; None if that is not possible."""
+    kinds = direct_launch.kinds_of(result, names)
+    return None if kinds is None else direct_launch.launcher_at(result, kinds, grid, numbers)

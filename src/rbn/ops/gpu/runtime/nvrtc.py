@@ -1,11 +1,12 @@
 """Compiles CUDA C++ at run time with NVRTC, which ships with torch for CUDA.
 
 NVRTC compiles the source for the installed GPU in a second or two. The result is cached on disk for
-later processes.
+later processes. Kernels that will be needed later are compiled ahead, in threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import glob
@@ -15,6 +16,8 @@ import os
 import re
 import stat
 import tempfile
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -28,6 +31,7 @@ _SOURCES = {path.name: path for path in Path(__file__).parents[1].rglob("*.cu*")
 FOR_HOPPER = (12, 3)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the kernels' macro TYPE
 _OPTIONS = ("--std=c++17", "-default-device", f"-DCONSTANT={CONSTANT}f", f"-DNO_SCALE={NO_SCALE}f")
+Program = tuple[str, dict[str, int], str]  # name, macros and architecture: see `compiled`
 _DIGEST = hashlib.sha256().digest_size
 _INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 
@@ -174,7 +178,44 @@ def _is_own(path: Path) -> bool:
     )
 
 
+# What was compiled before, or will be: the threads' results until they are used, then None.
+_Key = tuple[str, tuple[tuple[str, int], ...], str]
+_AHEAD: dict[_Key, Future[bytes] | None] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_AHEAD.clear)  # a child process has no such threads
+
+
+def compile_ahead(name: str, defines: dict[str, int], arch: str) -> None:
+    """Start compiling in a thread, unless done before. `compiled` waits and raises its errors.
+
+    At exit the interpreter waits for the thread, because NVRTC cannot be interrupted.
+    """
+    key = name, tuple(sorted(defines.items())), arch
+    if key in _AHEAD:
+        return
+    result: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(_load_or_compile(name, defines, arch))
+        except BaseException as error:  # raised where the kernel is needed
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name=f"rbn compiles {name}")
+    with contextlib.suppress(RuntimeError):  # no more threads: `compiled` compiles it
+        thread.start()
+        _AHEAD[key] = result
+
+
 def compiled(name: str, defines: dict[str, int], arch: str) -> bytes:
+    """Machine code that was compiled ahead, or from the cache on disk, or compiled now."""
+    key = name, tuple(sorted(defines.items())), arch
+    ahead = _AHEAD.get(key)
+    _AHEAD[key] = None
+    return _load_or_compile(name, defines, arch) if ahead is None else ahead.result()
+
+
+def _load_or_compile(name: str, defines: dict[str, int], arch: str) -> bytes:
     """Machine code from the cache on disk; compiles and caches it if missing."""
     text = source(name)
     key = repr((text, sorted(defines.items()), arch, torch.version.cuda, version(), _OPTIONS))

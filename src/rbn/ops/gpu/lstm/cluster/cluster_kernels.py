@@ -17,6 +17,8 @@ import torch
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
+from rbn.ops.gpu.runtime.nvrtc import Program
+from rbn.ops.gpu.runtime.occupancy import clusters
 
 UNITS = 8
 _ROWS = 8  # rows per tile
@@ -34,7 +36,6 @@ SIXTEEN: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16
 ONE_FEATURE: tuple[torch.dtype, ...] = (torch.float32,)
 # Additional macros for tests and benchmarks: ALL_WAIT, STAGGERED.
 SWITCHES: dict[str, int] = {}
-_OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,13 @@ def choose(wx: Term) -> ClusterTiling | None:
     cut = cluster_tiling(wx.dtype, B, G // 4)
     if cut is None and wx.dtype in SIXTEEN:
         cut = cluster_tiling_16(wx.dtype, B, G // 4)
-    if cut is None or cluster_of(cut, wx.dtype, G // 4, wx.device.index or 0) is None:
+    if cut is None or cluster_of(cut, wx.device.index or 0) is None:
         return None
     return cut
 
 
 @functools.lru_cache(maxsize=256)
-def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int) -> int | None:
+def cluster_of(cut: ClusterTiling, device: int) -> int | None:
     """The cluster size in blocks that fits on the GPU, or None.
 
     A GPU may refuse a cluster of more than 8 blocks, or one whose size is not a power of two. Then
@@ -131,20 +132,18 @@ def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int)
         return None
     if max(cut.shared("forward"), cut.shared("backward")) > shared_limit(device):
         return None
-    # All variants have the same occupancy, so one is enough: the one that most training runs use.
-    defines = {"TYPE": nvrtc.TYPES[dtype], "H": hidden, "LENGTHS": 0} | dict.fromkeys(_OPTIONS, 1)
-    with torch.cuda.device(device):
-        for size in sorted({cut.blocks, 1 << (cut.blocks - 1).bit_length()}):
-            kernels = [
-                kernel(direction, cut, size, device, tuple(sorted(wanted.items())))
-                for direction, wanted in (
-                    ("forward", defines | {"DOUTPUT": 0}),
-                    ("backward", defines),
-                )
-            ]
-            if all(k.at_once >= size for k in kernels):
-                return size
-    return None
+    # A multiprocessor can hold a block of any of the kernels, which limit their registers.
+    sizes = sorted({cut.blocks, 1 << (cut.blocks - 1).bit_length()})
+    return next((size for size in sizes if clusters(size, device)), None)
+
+
+def program(direction: str, cut: ClusterTiling, device: int, defines: tuple[Any, ...]) -> Program:
+    """What to compile for a tiling."""
+    arch = nvrtc.architecture_of(device)
+    cuts = {"MW": cut.row_warps, "RT": cut.tiles, "SHARED_BYTES": cut.shared(direction)}
+    if cut.units > UNITS:  # only Hopper can move registers between warps
+        cuts, arch = cuts | {"UNITS": cut.units, "STAGGERED": 1}, arch + "a"
+    return f"cluster_{direction}", dict(defines) | cuts | SWITCHES, arch
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,10 +151,6 @@ def kernel(
     direction: str, cut: ClusterTiling, cluster: int, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """Compile and load the kernel for a tiling; `device` must be the current device."""
-    arch = nvrtc.architecture_of(device)
-    name = f"cluster_{direction}"
-    cuts = {"MW": cut.row_warps, "RT": cut.tiles, "SHARED_BYTES": cut.shared(direction)}
-    if cut.units > UNITS:  # only Hopper can move registers between warps
-        cuts, arch = cuts | {"UNITS": cut.units, "STAGGERED": 1}, arch + "a"
-    code = nvrtc.compiled(name, dict(defines) | cuts | SWITCHES, arch)
-    return Kernel(code, name, cut.threads, cut.shared(direction), cluster)
+    wanted = program(direction, cut, device, defines)
+    code = nvrtc.compiled(*wanted)
+    return Kernel(code, wanted[0], cut.threads, cut.shared(direction), cluster)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from rbn.ops.gpu.lstm.term import Term
-from rbn.ops.gpu.runtime import driver, nvrtc
+from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
+from rbn.ops.gpu.runtime.nvrtc import Program
+from rbn.ops.gpu.runtime.occupancy import clusters
 
 UNITS = 16
 # Supported dtypes. float32 factors are rounded to float16, which has as many mantissa bits as tf32,
@@ -198,19 +200,6 @@ def _choose(
     return next((cut for cut in results if cut and recurrences * cut.blocks <= available), None)
 
 
-@functools.lru_cache(maxsize=64)
-def clusters(size: int, device: int) -> int:
-    """How many clusters of `size` blocks fit on the GPU, with each block on its own multiprocessor.
-
-    Each block takes all shared memory of a multiprocessor.
-    """
-    with torch.cuda.device(device):
-        code = nvrtc.compiled("empty", {}, "sm_90a")
-        shared = driver.shared_limit(device)
-        empty = Kernel(code, "empty", _THREADS, shared, size, down=True)
-    return empty.at_once // size
-
-
 def macros(cut: GridTiling) -> dict[str, int]:
     """The macros of a tiling."""
     named = {
@@ -225,14 +214,18 @@ def macros(cut: GridTiling) -> dict[str, int]:
     return named | {"SPLITS": cut.splits} if cut.splits > 1 else named
 
 
+def program(cut: GridTiling, defines: tuple[Any, ...]) -> Program:
+    """What to compile for a tiling."""
+    return f"grid_{cut.direction}", macros(cut) | dict(defines), "sm_90a"
+
+
 @functools.lru_cache(maxsize=256)
 def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
     """Compile and load the kernel for a tiling; `device` must be the current device."""
-    named = macros(cut) | dict(defines)
+    wanted = program(cut, defines)
     cluster = cut.splits if cut.splits > 1 else 0
-    name = f"grid_{cut.direction}"
-    code = nvrtc.compiled(name, named, "sm_90a")
-    return Kernel(code, name, _THREADS, cut.shared, cluster, together=True, down=True)
+    code = nvrtc.compiled(*wanted)
+    return Kernel(code, wanted[0], _THREADS, cut.shared, cluster, together=True, down=True)
 
 
 def zeroed(cut: GridTiling, recurrences: int) -> dict[str, int]:

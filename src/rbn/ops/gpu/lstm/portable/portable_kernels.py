@@ -15,6 +15,7 @@ import torch
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
+from rbn.ops.gpu.runtime.nvrtc import Program
 
 UNITS = 8
 _SHARED = 227 * 1024  # bytes of shared memory that a block may use on an H100 or H200
@@ -138,11 +139,18 @@ def macros(tiling: PortableTiling, shared: int, defines: tuple[Any, ...]) -> dic
     }
 
 
+def program(
+    direction: str, tiling: PortableTiling, device: int, shared: int, defines: tuple[Any, ...]
+) -> Program:
+    """What to compile for a tiling."""
+    arch = nvrtc.architecture_of(device)
+    return f"portable_{direction}", macros(tiling, shared, defines), arch
+
+
 @functools.lru_cache(maxsize=256)
 def kernel(
     direction: str, tiling: PortableTiling, device: int, shared: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """The kernel, compiled if necessary."""
-    name = f"portable_{direction}"
-    code = nvrtc.compiled(name, macros(tiling, shared, defines), nvrtc.architecture_of(device))
-    return Kernel(code, name, tiling.threads, shared)
+    wanted = program(direction, tiling, device, shared, defines)
+    return Kernel(nvrtc.compiled(*wanted), wanted[0], tiling.threads, shared)

@@ -144,7 +144,7 @@ def _cluster(gpu, dtype, cut, hidden):
     arch = nvrtc.architecture(gpu.capability)
     more = {"MW": cut.row_warps, "RT": cut.tiles}
     if cut.units > cluster_kernels.UNITS:
-        arch, more = arch + "a", more | {"UNITS": cut.units, "STAGGERED": 1}
+        arch, more = arch + "a", more | {"UNITS": cut.units}
     for direction in ("forward", "backward"):
         shared = cut.shared(direction)
         defines = _defines(dtype, hidden, direction, SHARED_BYTES=shared, **more)

@@ -149,7 +149,7 @@ def test_given_statistics(padded, dtype, ran):
 
 
 @pytest.mark.parametrize("units_of_16", [False, True])
-@pytest.mark.parametrize("switches", [{}, {"STAGGERED": 1}, {"ALL_WAIT": 1}])
+@pytest.mark.parametrize("switches", [{}, {"ALL_WAIT": 1}])
 def test_other_ways_to_compile_them(units_of_16, switches, ran, monkeypatch):
     if units_of_16:
         if torch.cuda.get_device_capability() != (9, 0):

@@ -253,10 +253,9 @@ def switched(monkeypatch):
 @on_gpu
 @needs_hopper
 @pytest.mark.parametrize("hidden", [100, 240])
-@pytest.mark.parametrize("name", ["STAGGERED", "ALL_WAIT"])
 @pytest.mark.parametrize("dtype", UNITS)
-def test_switches_of_cluster_kernels(hidden, name, dtype, sixteen, switched):
-    switched(**{name: 1})
+def test_switches_of_cluster_kernels(hidden, dtype, sixteen, switched):
+    switched(ALL_WAIT=1)
     compare("bn_lstm", (7, 64, hidden), dtype, {})
     assert sixteen == ["forward", "backward"]
 

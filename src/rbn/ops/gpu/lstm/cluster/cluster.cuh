@@ -20,12 +20,14 @@
 // even loads from its own block's shared memory. So the outputs of a step are written in parts during the next step,
 // while the warps wait for sums over the batch or compute.
 //
+// In blocks of 16 units half of the warps first send what the other blocks need and then finish the step; the other half
+// does it in the opposite order. So stores to other blocks, which take long enough for both halves, do not stall all warps
+// at once. Blocks of 8 units gain nothing from that.
+//
 // Products have 16-bit operands, in float32 layers too: float16 has the 11 significant bits of tf32, and the factors
 // are scaled into its range by powers of two, which are exact.
 //
 // Macros besides those of common.cuh: MW (warps that together own all rows), RT, UNITS (8 or 16).
-// STAGGERED: half of the warps first send what the other blocks need and then finish the step; the other half does it in
-// the opposite order. So stores to other blocks, which take long enough for both halves, do not stall all warps at once.
 // SCALAR: the input has one feature, so the input term is x times a vector w. A step reads one float32 per row, centered
 // with minibatch statistics (MODE_X = 1, also for sequencewise ones). The term's variance is w^2 v, where v is that of x.
 // With r = 1 / sqrt(w^2 v + eps) the normalized term is gamma w r x, and a step's d(w) is gamma eps r^3 sum(x d(.)):
@@ -40,9 +42,6 @@
 #endif
 #ifndef ALL_WAIT
 #define ALL_WAIT 0
-#endif
-#ifndef STAGGERED
-#define STAGGERED 0
 #endif
 #define HALVES (UNITS / 8)
 #define FIRST(half) (HALVES > 1 ? 8 * (half) : 0)  // a half's first unit in the block
@@ -69,9 +68,6 @@
 // Each kernel defines WORKER_REGISTERS.
 #define LAUNCHED (HALVES > 1 ? WORKERS + 128 : THREADS)
 #define SERVER_REGISTERS (3 * 168 - 2 * WORKER_REGISTERS)
-#ifndef RT
-#define RT 2
-#endif
 #define ROW_TILES (MW * RT)
 #define X_ROWS (8 * ROW_TILES)  // rows of x per step, if SCALAR; zeros beyond the batch and in padding
 #if SCALAR

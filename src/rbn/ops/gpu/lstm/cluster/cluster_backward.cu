@@ -16,7 +16,6 @@
 #else
 #define TILES ((BLOCKS + 1) / 2)  // tiles of 16 units of dh: two blocks each
 #endif
-#define EARLY (HALVES > 1 || STAGGERED)
 #define SPLIT (MODE_H != 0)       // d(W_x x) differs from d(W_h h)
 #define WRITES_GATES (!(SPLIT && SCALAR))  // a tensor is written gate by gate: d(W_x x), or the one that serves as both
 #if SCALAR
@@ -384,7 +383,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Position& at
   prefetch_rows();
 
   const u32 shared = address_of(in.shares), into = warp * PIECE * 4 + 4 * RT * lane, barrier_at = in.barriers - shared;
-  const bool sends_last = STAGGERED && warp >= (WARPS + 1) / 2;
+  const bool sends_last = HALVES > 1 && warp >= (WARPS + 1) / 2;
   float own_share[RT][2] = {};
 #if HALVES > 1
   u32 there[TILES];
@@ -636,8 +635,8 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Position& at
     if (lane == 0) in.exponents[warp] = exponent(top);
 #endif
 #endif
-    // The input term's totals are ready at this barrier if EARLY, else at the one below.
-    if (EARLY && MEETS_X)
+    // The input term's totals are ready at this barrier or, in blocks of 8 units, at the one below.
+    if (HALVES > 1 && MEETS_X)
       __syncthreads();
     else if (HALVES > 1)
       meet_workers();
@@ -752,7 +751,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Position& at
     if (t > 0 && !sends_last) send_shares();
 
     // Keep the gradients in shared memory until they are written.
-    if (!EARLY && MEETS_X) __syncthreads();
+    if (HALVES == 1 && MEETS_X) __syncthreads();
     __syncwarp();
 #if WRITES_GATES
 #pragma unroll

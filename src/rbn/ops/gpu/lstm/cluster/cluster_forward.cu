@@ -344,7 +344,7 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Position& at,
     wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
   };
 
-  const bool sends_last = STAGGERED && warp >= (WARPS + 1) / 2;
+  const bool sends_last = HALVES > 1 && warp >= (WARPS + 1) / 2;
 
   __syncthreads();
   load_x_table(0);

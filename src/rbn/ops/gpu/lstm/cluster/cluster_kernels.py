@@ -34,7 +34,7 @@ SIXTEEN: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16
 # term. In half precision that is as exact and a seventh faster, but three of three MNIST runs in
 # bf16 diverged within 10,000 steps; with the input term one of three did.
 ONE_FEATURE: tuple[torch.dtype, ...] = (torch.float32,)
-# Additional macros for tests and benchmarks: ALL_WAIT, STAGGERED.
+# Additional macros for tests and benchmarks: ALL_WAIT.
 SWITCHES: dict[str, int] = {}
 
 
@@ -142,7 +142,7 @@ def program(direction: str, cut: ClusterTiling, device: int, defines: tuple[Any,
     arch = nvrtc.architecture_of(device)
     cuts = {"MW": cut.row_warps, "RT": cut.tiles, "SHARED_BYTES": cut.shared(direction)}
     if cut.units > UNITS:  # only Hopper can move registers between warps
-        cuts, arch = cuts | {"UNITS": cut.units, "STAGGERED": 1}, arch + "a"
+        cuts, arch = cuts | {"UNITS": cut.units}, arch + "a"
     return f"cluster_{direction}", dict(defines) | cuts | SWITCHES, arch
 
 

@@ -32,12 +32,9 @@
 // on with it; the reader rescales all pieces to the largest.
 //
 // Macros besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups prefetched),
-// SPLITS, ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For experiments and tests:
-// STAGGER, SYNC_WARP, ALL_WAIT, LATE. The including file defines SIDE, and PASSED, the pieces that a thread passes on in a step.
+// SPLITS, ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For tests: ALL_WAIT, LATE.
+// The including file defines SIDE, and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
-#ifndef MT
-#define MT 8
-#endif
 #define MW MT
 #define KS (8 / MT)  // 8 warps in total
 #define CHUNK 1
@@ -55,9 +52,7 @@
 #endif
 #define MASKS ((ZONE_C == 1) + (ZONE_H == 1))
 
-#ifndef STAGGER
 #define STAGGER (MT == WARPS ? 4 : 0)
-#endif
 // Groups that are loaded and multiplied together. The hardware tracks loads with few scoreboards, and waiting for one
 // waits for all of its loads. With batches there is a scoreboard for each.
 #define BATCH 2
@@ -185,9 +180,7 @@ __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 //
 // One warp of a block arrives and polls, preferably one without rows: the release fence stalls the warp until the block's
 // stores are visible, and the other warps have work to do meanwhile.
-#ifndef SYNC_WARP
 #define SYNC_WARP (MT == WARPS ? 0 : 6)
-#endif
 #define PIECES (2 * SLICE)  // pieces of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that own units and pass on pieces
 

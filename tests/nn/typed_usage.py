@@ -1,6 +1,7 @@
 """Code that uses the package, for a type checker; `test_typing.py` runs mypy on it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ def layers(
     assert_type(rbn.BatchNormGRU.from_gru(nn.GRU(3, 4))(x, h), tuple[Tensor, Tensor])
     assert_type(rbn.BatchNormGRU(3, 4)(packed), tuple[PackedSequence, Tensor])
     assert_type(rbn.LSTM(3, 4).to_lstm(), nn.LSTM)
+    assert_type(rbn.BatchNormLSTM(3, 4).state_dict(), dict[str, Any])
 
 
 def cells(x: Tensor, states: Pair, h: Tensor) -> None:

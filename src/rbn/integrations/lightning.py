@@ -18,7 +18,7 @@ from rbn.integrations.training_batches import (
 )
 from rbn.nn.batch_forms import check_batch, default_forward, trained_with_lengths
 from rbn.nn.batch_normalized import BatchNormalized
-from rbn.nn.population import update_population_stats
+from rbn.nn.population import Batch, update_population_stats
 from rbn.nn.statistics import PopulationStatistics
 
 if TYPE_CHECKING:
@@ -60,13 +60,14 @@ class ExactStatistics(Callback):
 
     def __init__(
         self,
-        batches: Iterable[Any] | None = None,
+        batches: Iterable[Batch] | None = None,
         max_batches: int | None = None,
-        forward: Callable[[LightningModule, Any], object] | None = None,
+        forward: Callable[[LightningModule, Batch], object] | None = None,
     ) -> None:
         super().__init__()
         check_batches(batches, max_batches)
-        self.batches, self.max_batches, self.forward = batches, max_batches, forward
+        self.batches, self.max_batches = batches, max_batches
+        self.forward: Callable[[LightningModule, Any], object] | None = forward
         self._training_data: Any = batches
         self._limit = max_batches
         self._trained: nn.Module | None = None  # the module, if it trained since the last update

@@ -16,7 +16,7 @@ from rbn.integrations.training_batches import (
 )
 from rbn.nn.batch_forms import default_forward, trained_with_lengths
 from rbn.nn.match import match_statistics
-from rbn.nn.population import update_population_stats
+from rbn.nn.population import Batch, update_population_stats
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainingArguments
@@ -44,12 +44,13 @@ class ExactStatistics(TrainerCallback):
 
     def __init__(
         self,
-        batches: Iterable[Any] | None = None,
+        batches: Iterable[Batch] | None = None,
         max_batches: int | None = None,
-        forward: Callable[[nn.Module, Any], object] | None = None,
+        forward: Callable[[nn.Module, Batch], object] | None = None,
     ) -> None:
         check_batches(batches, max_batches)
-        self.batches, self.max_batches, self.forward = batches, max_batches, forward
+        self.batches, self.max_batches = batches, max_batches
+        self.forward: Callable[[nn.Module, Any], object] | None = forward
         self._trained = False  # since the last update
 
     def on_train_begin(self, *_: Any, train_dataloader: Any = None, **kwargs: Any) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rbn.ops as ops
 from rbn.models.heads import softmax_layer
 from rbn.ops.checks import check_classes, check_targets
+
+States = Tensor | tuple[Tensor, Tensor]  # (h, c) of an LSTM, h of other layers
 
 
 class LanguageModel(nn.Module):
@@ -47,11 +47,11 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         input: Tensor,
-        states: Any = None,
+        states: States | None = None,
         start: int = 0,
         targets: Tensor | None = None,
         reduction: str = "mean",
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, States]:
         """Score every symbol as the next one, after each input symbol.
 
         Args:

@@ -92,15 +92,15 @@ class BatchNormGRU(_BatchNormGRU, CellLayers[Tensor]):
         self._build(device, dtype)
 
     @classmethod
-    def from_gru(cls, gru: nn.GRU, **options: Any) -> BatchNormGRU:
+    def from_gru(cls, gru: nn.GRU, **options: object) -> BatchNormGRU:
         """A new layer that starts from the weights of `gru`, like `BatchNormLSTM.from_lstm`."""
         if not isinstance(gru, nn.GRU):
             raise TypeError(f"gru must be a torch.nn.GRU, got {type(gru).__name__}")
         sizes = "input_size", "hidden_size", "num_layers"
+        own: dict[str, Any] = {"device": gru.weight_ih_l0.device, "dtype": gru.weight_ih_l0.dtype}
         for name in (*sizes, "bias", "batch_first", "dropout", "bidirectional"):
-            options[name] = getattr(gru, name)
-        options |= {"device": gru.weight_ih_l0.device, "dtype": gru.weight_ih_l0.dtype}
-        new = cls(**options)
+            own[name] = getattr(gru, name)
+        new = cls(**{**options, **own})
         new.load_state_dict({n: getattr(gru, n) for n in gru._flat_weights_names}, strict=False)
         return new.train(gru.training)
 
@@ -146,4 +146,4 @@ class BatchNormGRUCell(_BatchNormGRU, Cell[Tensor]):
         return (steps.bn_gru(x, weights, states[0], rows, self.eps, self.zoneout),)
 
 
-BatchNormGRU.cell_class = BatchNormGRUCell
+BatchNormGRU._cell_class = BatchNormGRUCell

@@ -261,4 +261,4 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell[tuple[Tensor, Tensor]]):
         )
 
 
-BatchNormLSTM.cell_class = BatchNormLSTMCell
+BatchNormLSTM._cell_class = BatchNormLSTMCell

@@ -222,4 +222,4 @@ class BatchNormRNNCell(OneState, Cell[Tensor]):
         return (h,)
 
 
-BatchNormRNN.cell_class = BatchNormRNNCell
+BatchNormRNN._cell_class = BatchNormRNNCell

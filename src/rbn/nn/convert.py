@@ -22,7 +22,7 @@ T = TypeVar("T", bound="LSTMLayers")
 class CellLayers(Layers[GivenStates]):
     """A stack of layers that converts to and from cells."""
 
-    cell_class: ClassVar[type[Cell[Any]]]
+    _cell_class: ClassVar[type[Cell[Any]]]
 
     def to_cells(self) -> list[Cell[GivenStates]]:
         """Returns a cell for each layer and direction, in torch's order: l0, l0_reverse, l1.
@@ -33,7 +33,9 @@ class CellLayers(Layers[GivenStates]):
         """
         cells: list[Cell[GivenStates]] = []
         for suffix, input_size in self._directions():
-            cell = self.cell_class(input_size, **_options(self, self.cell_class), **_factory(self))
+            cell = self._cell_class(
+                input_size, **_options(self, self._cell_class), **_factory(self)
+            )
             _copy(self, suffix, cell, "")
             cells.append(cell.train(self.training))
         return cells
@@ -61,12 +63,12 @@ class CellLayers(Layers[GivenStates]):
                 f"cells must have {directions} for each layer, got {len(cells)} in total"
             )
         for cell in cells:
-            if not isinstance(cell, cls.cell_class):
-                wanted = cls.cell_class.__name__
+            if not isinstance(cell, cls._cell_class):
+                wanted = cls._cell_class.__name__
                 raise TypeError(f"cells must be of type {wanted}, got {type(cell).__name__}")
-        common = _options(cells[0], cls.cell_class)
+        common = _options(cells[0], cls._cell_class)
         for k, cell in enumerate(cells):
-            for name, value in _options(cell, cls.cell_class).items():
+            for name, value in _options(cell, cls._cell_class).items():
                 if value != common[name]:
                     raise ValueError(
                         f"cells must have the same options, got {name}={common[name]!r} in cell 0 "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -383,10 +383,12 @@ class FreshStatistics(Recurrence):
             self.refresh()
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The parameters and refreshed statistics."""
-        self.refresh()
-        return super().state_dict(*args, **kwargs)
+    if not TYPE_CHECKING:  # a type checker sees the overloads of `torch.nn.Module`
+
+        def state_dict(self, *args, **kwargs):
+            """The parameters and refreshed statistics."""
+            self.refresh()
+            return super().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -159,4 +159,4 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell[tuple[Tensor, Tensor]]):
         )
 
 
-LayerNormLSTM.cell_class = LayerNormLSTMCell
+LayerNormLSTM._cell_class = LayerNormLSTMCell

@@ -171,4 +171,4 @@ class LSTMCell(_LSTM, Cell[tuple[Tensor, Tensor]]):
         return steps.lstm(x, weights, states[0], states[1], zoneout=self.zoneout)
 
 
-LSTM.cell_class = LSTMCell
+LSTM._cell_class = LSTMCell

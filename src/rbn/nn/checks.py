@@ -147,7 +147,7 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
 def is_integer_vector(value: Any) -> bool:
     """Whether a value is a list, tuple, one-dimensional tensor or NumPy array of integers."""
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(isinstance(each, int) for each in value)
+        return len(value) > 0 and all(isinstance(each, int) for each in value)
     if isinstance(value, Tensor):
         return value.dim() == 1 and value.dtype in _INTEGERS | _UNSIGNED
     return getattr(getattr(value, "dtype", None), "kind", "") in ("i", "u")

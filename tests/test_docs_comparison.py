@@ -89,5 +89,6 @@ def test_the_table_of_digits_is_that_of_the_file():
         ("refreshed", "re-estimated, the default"),
         ("exact", "exact (whole training set)"),
     ):
-        cells = " | ".join(f"{float(row[column]):.0f}" for row in fresh("digits"))
+        rows = [row for row in fresh("digits") if row["seed"] == "1"]
+        cells = " | ".join(f"{float(row[column]):.0f}" for row in rows)
         assert f"| {name} | {cells} |" in page

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 import warnings
 import weakref
 
@@ -799,3 +800,104 @@ def test_pieces_that_cover_a_sequence_do_not_warn():
         for k, x in enumerate(inputs(3)):
             layer(x, start=6 * k)
     layer.eval()
+
+
+def in_pieces(layer, x, size, counts=True):
+    """Runs a layer over x in pieces of `size` steps. counts: whether to pass their first steps."""
+    hx, outputs = None, []
+    for step in range(0, len(x), size):
+        output, hx = layer(x[step : step + size], hx, start=step if counts else None)
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("kind", ["lstm", "rnn", "gru", "stacked"])
+def test_pieces_of_a_sequence_count_as_one_sequence(kind, size):
+    """Their statistics are those of the sequence, also if they hold more than 1,024 rows in all."""
+    torch.manual_seed(0)
+    layer = KINDS[kind]()
+    batches = inputs(3, steps=12, rows=100)
+    train(layer, batches, lambda x: in_pieces(layer, x, size), lr=1e-3)
+    wanted = expected(layer, batches)
+    layer.eval()
+    assert_same(statistics(layer), statistics(wanted))
+    assert layer.stats_h_l0.count.tolist() == [3] * 12
+
+
+def test_pieces_with_detached_states():
+    torch.manual_seed(0)
+    layer, x = KINDS["lstm"](), inputs(1, rows=600)[0]
+    first, hx = layer(x[:3])
+    hx = tuple(state.detach() for state in hx)
+    second, _ = layer(x[3:], hx, start=3)
+    (first.sum() + second.sum()).backward()
+    wanted = expected(layer, [x])
+    layer.eval()
+    assert_same(statistics(layer), statistics(wanted))
+
+
+def test_a_sequence_in_pieces_is_bounded(monkeypatch):
+    monkeypatch.setattr(recent_calls, "BYTES", 5 * 6 * 4 * 3 * 4)
+    layer, hx = KINDS["lstm"](), None
+    for k, x in enumerate(inputs(40)):
+        _, hx = layer(x, hx, start=6 * k)
+    kept = list(layer.recent_calls)
+    assert sum(len(calls) for calls in kept) <= 10
+    assert kept[-1][-1].start == 6 * 39
+
+
+STEPS = {"lstm": rbn.BatchNormLSTM, "rnn": rbn.BatchNormRNN, "gru": rbn.BatchNormGRU}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_steps_of_a_layer_without_start_warn_once_in_training(kind):
+    layer, x = STEPS[kind](3, 4), torch.randn(5, 6, 3)
+    _, hx = layer(x[:1])
+    with pytest.warns(UserWarning, match=r"start was not given: evaluation .* start=step"):
+        _, hx = layer(x[1:2], hx)
+    for t in (2, 3, 4):  # further warnings would be errors
+        _, hx = layer(x[t : t + 1], hx)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"input_stats": "sequence"}])
+@pytest.mark.parametrize("kind", STEPS)
+def test_steps_of_a_layer_without_start_warn_once_in_eval(kind, options):
+    layer, x = STEPS[kind](3, 4, **options), torch.randn(6, 6, 3)
+    layer(x)
+    layer.eval()
+    _, hx = layer(x)  # a prefix
+    _, hx = layer(x[:, :1] if "batch_first" in options else x[:1], hx)  # or a window of one step
+    one = x[:, 1:2] if "batch_first" in options else x[1:2]
+    with pytest.warns(UserWarning, match=r"start was not given: each call .* start=step"):
+        _, hx = layer(one, hx)
+    for _ in range(3):  # further warnings would be errors
+        _, hx = layer(one, hx)
+    pickle.loads(pickle.dumps(copy.deepcopy(layer)))(one)
+
+
+def test_a_sequence_without_a_batch_in_single_steps_warns():
+    layer, x = rbn.BatchNormLSTM(3, 4), torch.randn(6, 6, 3)
+    layer(x)
+    layer.eval()
+    _, hx = layer(x[:1, 0])
+    with pytest.warns(UserWarning, match="start was not given"):
+        layer(x[1:2, 0], hx)
+
+
+def test_calls_of_a_layer_that_do_not_warn():
+    """Warnings are errors in these tests."""
+    x = torch.randn(6, 6, 3)
+    for options in ({"ablations": ["shared_stats"]}, {"max_length": 1}):
+        shared = rbn.BatchNormLSTM(3, 4, **options)
+        for mode in (True, False):
+            in_pieces(shared.train(mode), x, 1, counts=False)
+    layer = rbn.BatchNormLSTM(3, 4)
+    in_pieces(layer, x, 3, counts=False)  # windows that continue
+    _, given = layer.eval()(x)
+    for _ in range(3):
+        layer(x[:1], given)  # a first step from given states
+    in_pieces(layer, x, 1)
+    hx = None
+    for t in range(3):  # windows of one step, on purpose
+        _, hx = layer(x[t : t + 1], hx, start=0)

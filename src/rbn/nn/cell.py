@@ -17,6 +17,9 @@ from rbn.ops import steps
 class Cell(Recurrence, Generic[GivenStates]):
     """One step at a time, called like `torch.nn.LSTMCell`."""
 
+    step_argument = "step"
+    step_hint = "cell(input, hx, step)"
+
     def __init__(
         self,
         input_size: int,

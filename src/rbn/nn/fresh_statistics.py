@@ -271,11 +271,10 @@ class FreshStatistics(Recurrence):
             # Replays of the graph skip this code, so the statistics stay running averages.
             self.recent_calls.clear()
             return
-        recent, same_sequences = self.recent_calls, False
-        if x.dim() == 2:  # a cell's input
-            same_sequences = recent.follows(start, rows)
-            if same_sequences and recent.returned(states):
-                states = None
+        recent = self.recent_calls
+        same_sequences = states is not None and recent.follows(start, rows)
+        if same_sequences and recent.returned(states):
+            states = None
         call = Call(
             x.detach(),
             None if states is None else tuple([state.detach() for state in states]),
@@ -300,28 +299,28 @@ class FreshStatistics(Recurrence):
         if self.recent_calls.returned(states) and not self.__dict__.get("_warned_step"):
             self.__dict__["_warned_step"] = True
             checks.warn(
-                f"{type(self).__name__} continues from its previous step, but step was not given: "
-                "evaluation will normalize all steps with the same statistics. Pass the step "
-                "number: cell(input, hx, step)"
+                f"{type(self).__name__} continues from its previous step, but {self.step_argument} "
+                "was not given: evaluation will normalize all steps with the same statistics. Pass "
+                f"the step number: {self.step_hint}"
             )
 
-    def _check_repeated_step(self, hx: Any, states: States) -> None:
+    def _check_repeated_step(self, hx: Any, states: Any) -> None:
         if torch.compiler.is_compiling() or self.__dict__.get("_warned_step"):
             return
-        if len(self._all_statistics()[0].mean) < 2 or not self._separates_steps():
+        if max(len(s.mean) for s in self._all_statistics()) < 2 or not self._separates_steps():
             return
         if self.recent_calls.continues(hx[0] if isinstance(hx, (tuple, list)) else hx):
             self.__dict__["_warned_step"] = True
             checks.warn(
-                f"{type(self).__name__} continues from its previous step, but step was not given: "
-                "each call uses the statistics of step 0. Pass the step number: "
-                "cell(input, hx, step)"
+                f"{type(self).__name__} continues from its previous step, but {self.step_argument} "
+                "was not given: each call uses the statistics of step 0. Pass the step number: "
+                f"{self.step_hint}"
             )
-        self.recent_calls.remember_last(states[0])
+        self.recent_calls.remember_last(states[0] if isinstance(states, tuple) else states)
 
     def _separates_steps(self) -> bool:
         """Whether each time step has population statistics of its own."""
-        return not any(s.shared or s.max_length == 1 for s in self._all_statistics())
+        return any(not s.shared and s.max_length != 1 for s in self._all_statistics())
 
     def _batch_statistics(self) -> AbstractContextManager[None]:
         return temporarily(self._all_statistics(), "forced", "batch")

@@ -26,6 +26,12 @@ class Layers(Recurrence, Generic[GivenStates]):
     `bias`, `batch_first`, `dropout`, `bidirectional`, `proj_size` (always 0) and `all_weights`.
     """
 
+    step_argument = "start"
+    step_hint = (
+        "layer(input, hx, start=step). If its training batches continue from the states of "
+        "earlier ones, pass start=0"
+    )
+
     def __init__(
         self,
         input_size: int,
@@ -109,12 +115,12 @@ class Layers(Recurrence, Generic[GivenStates]):
         hx: GivenStates | None = None,
         lengths: Tensor | Sequence[int] | None = None,
         *,
-        start: int = 0,
+        start: int | None = None,
     ) -> tuple[Tensor, GivenStates]: ...
 
     @overload
     def forward(
-        self, input: PackedSequence, hx: GivenStates | None = None, *, start: int = 0
+        self, input: PackedSequence, hx: GivenStates | None = None, *, start: int | None = None
     ) -> tuple[PackedSequence, GivenStates]: ...
 
     @compiling.runs_between_graphs
@@ -124,7 +130,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         hx: GivenStates | None = None,
         lengths: Tensor | Sequence[int] | None = None,
         *,
-        start: int = 0,
+        start: int | None = None,
     ) -> tuple[Tensor | PackedSequence, GivenStates]:
         """Run the layer over a batch of sequences.
 
@@ -137,8 +143,8 @@ class Layers(Recurrence, Generic[GivenStates]):
                 Overrides the learned ones.
             lengths: number of unpadded steps of each sequence, integers ``[B]`` in any order.
                 Values on the CPU are checked; values on an accelerator are not.
-            start: the time step at which the input begins, for sequences fed in chunks. Selects
-                the population statistics. One direction only.
+            start: the time step at which the input begins, for sequences fed in chunks or step by
+                step; 0 by default. Selects the population statistics. One direction only.
 
         Returns:
             ``output, states`` with the shapes of `torch.nn.LSTM`. Padded positions of the output
@@ -154,25 +160,35 @@ class Layers(Recurrence, Generic[GivenStates]):
             run = compiling.run_in_compiled_code
             result = run(compiler, Layers.forward, self, input, hx, lengths, start=start)
             return result
-        x, hx, lengths, restore = self._in_steps(input, hx, lengths)
+        x, states, lengths, restore = self._in_steps(input, hx, lengths)
         steps, batch, _ = x.shape
-        given, lengths = self._check_call(x, hx, lengths, start)
+        first = 0 if start is None else start
+        given, lengths = self._check_call(x, states, lengths, first)
+        single = start is None and not torch.compiler.is_compiling() and steps == 1
+        if single:
+            self._check_first_step(given)
         untrained = self._check_ready(batch)
-        self._keep_call(x, given, lengths, start, batch)
+        self._keep_call(x, given, lengths, first, batch)
         if not isinstance(input, PackedSequence):
             x = self._zero_padding(x, lengths)
+        group = self._group()
         if untrained:
             with self._batch_statistics():
-                return restore(*self._stack(x, given, lengths, start))
-        group = self._group()
-        if group is None:
-            return restore(*self._stack(x, given, lengths, start))
-        x, lengths, self._all_rows, self._common_steps = pad_to_longest(x, lengths, group)
-        try:
-            output, finals = self._stack(x, given, lengths, start)
-        finally:
-            self._all_rows = self._common_steps = None
-        return restore(with_steps(output, steps), finals)
+                output, finals = self._stack(x, given, lengths, first)
+        elif group is None:
+            output, finals = self._stack(x, given, lengths, first)
+        else:
+            x, lengths, self._all_rows, self._common_steps = pad_to_longest(x, lengths, group)
+            try:
+                output, finals = self._stack(x, given, lengths, first)
+            finally:
+                self._all_rows = self._common_steps = None
+            output = with_steps(output, steps)
+        self._keep_states(finals, first + steps - 1)
+        result = restore(output, finals)
+        if single and not self.training:
+            self._check_repeated_step(hx, result[1])
+        return result
 
     if TYPE_CHECKING:
         __call__ = forward

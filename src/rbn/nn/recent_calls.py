@@ -37,8 +37,8 @@ class Call:
 
     Attributes:
         x: ``[T, B, features]`` of a layer, ``[B, features]`` of a cell; symbols have one feature.
-        states: the given initial states. None if the module used its own, or if a cell continued
-            from its previous step.
+        states: the given initial states. None if the module used its own, or continued from its
+            previous call.
         lengths: number of unpadded steps of each sequence ``[B]``, or None.
         start: the time step of the first row of x.
         autocast: the autocast dtype, or None.
@@ -90,7 +90,7 @@ class Call:
 
 @dataclass
 class _Sequences:
-    """Consecutive calls on the same sequences: one for a layer, one per step for a cell."""
+    """Consecutive calls on the same sequences, such as the steps of a cell."""
 
     calls: list[Call]
     rows: int
@@ -143,7 +143,7 @@ class RecentCalls:
     def add(self, call: Call, rows: int, *, same_sequences: bool = False) -> None:
         """Keep one more call, on `rows` sequences.
 
-        same_sequences: the call is the next step of the previous call's sequences.
+        same_sequences: the call continues the previous call's sequences.
         """
         self._unlink()  # a copy that is trained gets its own log
         nbytes = call.nbytes
@@ -162,21 +162,23 @@ class RecentCalls:
         self._drop_oldest()
 
     def follows(self, step: int, rows: int) -> bool:
-        """Whether a cell's step continues the sequences of its previous step."""
-        return bool(self._kept) and step > self._last_step >= 0 and self._kept[-1].rows == rows
+        """Whether a call from this step on continues the sequences of the previous call."""
+        if not self._kept or not step > self._last_step >= 0:
+            return False
+        return self._kept[-1].rows == rows and self._kept[-1].nbytes < BYTES
 
     def returned(self, states: States | None) -> bool:
-        """Whether the cell's previous step returned these states."""
+        """Whether the previous call returned these states."""
         if states is None or len(states) != len(self._returned):
             return False
         return all(ref() is state for ref, state in zip(self._returned, states, strict=True))
 
     def remember(self, states: States, step: int) -> None:
-        """Remember the states that a cell returned at this step."""
+        """Remember the states that a call returned after this step."""
         self._returned, self._last_step = tuple([weakref.ref(state) for state in states]), step
 
     def continues(self, state: Tensor | None) -> bool:
-        """Whether the cell's previous step without a number in `eval()` returned this state."""
+        """Whether the previous step without a number in `eval()` returned this state."""
         return self._last_in_eval is not None and self._last_in_eval() is state is not None
 
     def remember_last(self, state: Tensor) -> None:

@@ -41,6 +41,8 @@ class Recurrence(nn.Module, abc.ABC):
     definition: ClassVar[Definition]  # the operator to run
     gates: ClassVar[int] = 4  # the weight matrices have gates * hidden_size rows
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
+    step_argument: ClassVar[str]  # the argument of `forward` that numbers a step
+    step_hint: ClassVar[str]  # how to pass it
     weight_dropout = 0.0  # layers only; cells have none
     # With sync_stats, during a call: the number of sequences on all processes, and the number of
     # steps that enough of them reach.
@@ -229,13 +231,13 @@ class Recurrence(nn.Module, abc.ABC):
         """Keep the arguments of a training call if the statistics are refreshed from them."""
 
     def _keep_states(self, states: States, step: int) -> None:
-        """Remember the states a cell returned, to detect whether the next step continues them."""
+        """Remember the states a call returned, to detect whether the next call continues them."""
 
     def _check_first_step(self, states: States | None) -> None:
-        """Warn if a cell with statistics per step is called without `step` after its first step."""
+        """Warn if a step continues from the previous one without its number (`step_argument`)."""
 
-    def _check_repeated_step(self, hx: Any, states: States) -> None:
-        """Like `_check_first_step`, in `eval()`. states: the result of the step from `hx`."""
+    def _check_repeated_step(self, hx: Any, states: Any) -> None:
+        """Like `_check_first_step`, in `eval()`. states: what the step from `hx` returned."""
 
     @abc.abstractmethod
     def _run_call(

@@ -297,6 +297,22 @@ def test_update_bn_gives_the_average_over_the_loader():
     assert_same(statistics(layer), statistics(wanted))
 
 
+def test_converting_to_sync_batch_norm_leaves_a_layer_as_it_is():
+    model = nn.Sequential(nn.BatchNorm1d(3), KINDS["lstm"]())
+    names = list(model.state_dict())
+    with pytest.warns(UserWarning, match="create it with sync_stats=True"):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert isinstance(model[0], nn.SyncBatchNorm)
+    assert list(model.state_dict()) == names
+    layer, batches = model[1], inputs(4)
+    wanted = expected(layer, batches)
+    update_bn(batches, copy.deepcopy(layer))
+    update_bn(batches, layer)
+    assert_same(statistics(layer.eval()), statistics(wanted))
+    synced = nn.Sequential(rbn.BatchNormLSTM(3, 5, sync_stats=True))
+    nn.SyncBatchNorm.convert_sync_batchnorm(synced)  # a warning would be an error
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_forwards_do_not_count(reentrant):
     layer, plain = KINDS["lstm"](), None

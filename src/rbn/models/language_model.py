@@ -48,7 +48,7 @@ class LanguageModel(nn.Module):
         self,
         input: Tensor,
         states: States | None = None,
-        start: int = 0,
+        start: int | None = None,
         targets: Tensor | None = None,
         reduction: str = "mean",
     ) -> tuple[Tensor, States]:
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
             input: symbols, integers ``[T, B]``, or any input that the recurrent layer takes.
             states: the layer's states before the input, as a previous call returned them. Defaults
                 to its initial states.
-            start: the time step at which the input begins, for a text read in chunks.
+            start: the time step at which the input begins, for a text read in chunks; 0 by default.
             targets: the next symbols, integers ``[T, B]``. If given, returns the loss instead of
                 the logits, which takes less time and memory on a GPU.
             reduction: reduction of the loss over all targets, ``"mean"`` or ``"sum"``.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module, SyncBatchNorm
 
 from rbn.nn import checks
 from rbn.nn.recent_calls import (
@@ -41,6 +42,7 @@ class FreshStatistics(Recurrence):
 
     input_stats: InputStats
     momentum: float | None
+    sync_stats: bool
     refresh_stats: bool
     recent_calls: RecentCalls
     _pools: dict[str, _Pool] | None = None  # while `refresh` runs
@@ -405,9 +407,18 @@ class FreshStatistics(Recurrence):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._key = register(self)
-        if isinstance(self.update_bn, UpdateBN):  # conversion may have made it a SyncBatchNorm
-            self.update_bn.link(self)
+        self.update_bn.link(self)
         self.mark_fresh()
+
+    def add_module(self, name: str, module: Module | None) -> None:
+        """Add a child. `SyncBatchNorm.convert_sync_batchnorm` cannot replace `update_bn`."""
+        if not isinstance(module, SyncBatchNorm):
+            super().add_module(name, module)
+        elif not self.sync_stats:
+            checks.warn(
+                f"convert_sync_batchnorm does not change {type(self).__name__}: create it with "
+                "sync_stats=True to normalize over the sequences of all processes"
+            )
 
     def _reached(self, lengths: Tensor | None, steps: int, rows: int) -> tuple[Tensor, Tensor]:
         """How many sequences reach each step ``[T]``, and the same with 0 for too few."""

@@ -13,9 +13,7 @@ import triton.language as tl
 
 from rbn.ops.gpu.runtime.triton_functions import (
     BATCH,
-    MASK,
     NONE,
-    RATE,
     by_zoneout,
     constants,
     join_gates,
@@ -25,6 +23,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
     split_gates,
     tanh,
     unpadded,
+    zoned,
 )
 
 
@@ -173,10 +172,7 @@ def bn_rnn_step(
             h_t = tl.where(pre <= 0.0, 0.0, pre) if RELU else tanh(pre)  # keeps NaN
 
         if ZONE_H != NONE or INCLUDE:
-            if ZONE_H == MASK:
-                h_t = tl.where(tl.load(mask_h + step * H + at, mask=ok, other=0) != 0, h, h_t)
-            if ZONE_H == RATE:
-                h_t = rate_h * h + (1.0 - rate_h) * h_t
+            h_t = zoned(h_t, h, mask_h + step * H, at, ok, rate_h, ZONE_H)
             if INCLUDE:
                 h_t = tl.where(valid, h_t, h)
         if EXCLUDE:

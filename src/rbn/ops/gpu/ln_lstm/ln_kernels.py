@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 
 from rbn.ops.gpu.runtime.triton_functions import (
-    MASK,
     NONE,
-    RATE,
     by_zoneout,
     load,
     load_gates,
     sigmoid,
     store_gates,
     tanh,
+    zoned,
 )
 
 # The statistics of a row that are saved.
@@ -180,16 +179,9 @@ def ln_lstm_step(
     c_hat = c_hat * rstd_c * scale_c + shift_c
     h_t = o * tanh(c_hat)
 
-    if ZONE_C == MASK:
-        c_t = tl.where(tl.load(mask_c + at_step, mask=ok, other=0) != 0, c, c_t)
-    if ZONE_C == RATE:
-        c_t = rate_c * c + (1.0 - rate_c) * c_t
+    c_t = zoned(c_t, c, mask_c, at_step, ok, rate_c, ZONE_C)
     if ZONE_H != NONE:
-        h = load(hs, at_step, ok)
-        if ZONE_H == MASK:
-            h_t = tl.where(tl.load(mask_h + at_step, mask=ok, other=0) != 0, h, h_t)
-        if ZONE_H == RATE:
-            h_t = rate_h * h + (1.0 - rate_h) * h_t
+        h_t = zoned(h_t, load(hs, at_step, ok), mask_h, at_step, ok, rate_h, ZONE_H)
     if LENGTHS:
         c_t = tl.where(valid, c_t, c)
         h_t = tl.where(valid, h_t, 0.0)

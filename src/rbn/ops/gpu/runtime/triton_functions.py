@@ -72,12 +72,34 @@ def store_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
 
 
 @triton.jit
+def times(i, f, g, o, factor):
+    """The four gates times one factor."""
+    return i * factor, f * factor, g * factor, o * factor
+
+
+@triton.jit
+def plus(i, f, g, o, more_i, more_f, more_g, more_o):
+    """The sums of four gates and four others."""
+    return i + more_i, f + more_f, g + more_g, o + more_o
+
+
+@triton.jit
 def unpadded(lengths, rows, t, B, LENGTHS: tl.constexpr):
     """Which of these rows of the batch are not padding at step t, ``[ROWS, 1]``."""
     ok = rows < B
     if LENGTHS:
         ok = ok & (t < tl.load(lengths + rows, mask=ok, other=0))
     return ok[:, None]
+
+
+@triton.jit
+def zoned(new, old, mask, at, ok, rate, ZONE: tl.constexpr):
+    """A state after zoneout, from the step's new value and the old one."""
+    if ZONE == MASK:
+        new = tl.where(tl.load(mask + at, mask=ok, other=0) != 0, old, new)
+    if ZONE == RATE:
+        new = rate * old + (1.0 - rate) * new
+    return new
 
 
 @triton.jit

@@ -15,12 +15,14 @@ from rbn.ops.gpu.runtime.triton_functions import (
     by_zoneout,
     load,
     load_gates,
+    plus,
     sigmoid,
     slope,
     store_gates,
     sum_four,
     sum_pair,
     tanh,
+    times,
     unpadded,
 )
 
@@ -248,20 +250,16 @@ def lstm_step_backward(
         d_g = tl.where(counts, d_g * dcand, 0.0)
         d_o = tl.where(counts, d_o, 0.0)
         s_i, s_f, s_g, s_o = sum_four(d_i, d_f, d_g, d_o, FUSED)
-        first_i += s_i
-        first_f += s_f
-        first_g += s_g
-        first_o += s_o
+        first_i, first_f, first_g, first_o = plus(
+            first_i, first_f, first_g, first_o, s_i, s_f, s_g, s_o
+        )
         if NORM != NONE:
             if not SINGLE:
                 a_i, a_f, a_g, a_o = scaled(
                     kept + tile * GATES, at_gates, ok, r_i, r_f, r_g, r_o, H
                 )  # fmt: skip
             s_i, s_f, s_g, s_o = sum_four(d_i * a_i, d_f * a_f, d_g * a_g, d_o * a_o, FUSED)
-            of_i += s_i
-            of_f += s_f
-            of_g += s_g
-            of_o += s_o
+            of_i, of_f, of_g, of_o = plus(of_i, of_f, of_g, of_o, s_i, s_f, s_g, s_o)
         if SPLIT:
             if not SINGLE:
                 x_i, x_f, x_g, x_o = normalized(
@@ -269,10 +267,7 @@ def lstm_step_backward(
                     mx_i, mx_f, mx_g, mx_o, rx_i, rx_f, rx_g, rx_o, H,
                 )  # fmt: skip
             s_i, s_f, s_g, s_o = sum_four(d_i * x_i, d_f * x_f, d_g * x_g, d_o * x_o, FUSED)
-            by_i += s_i
-            by_f += s_f
-            by_g += s_g
-            by_o += s_o
+            by_i, by_f, by_g, by_o = plus(by_i, by_f, by_g, by_o, s_i, s_f, s_g, s_o)
         tl.debug_barrier()  # every thread must have read this tile before it is overwritten
         tl.store(dc + before * H + at, dcand * forget + dc_skip, mask=ok)
         if not SINGLE:
@@ -284,18 +279,9 @@ def lstm_step_backward(
         add_gates(dgamma_x, by_i, by_f, by_g, by_o, units, inside, H)
 
     # Equation 6
-    first_i *= scale
-    first_f *= scale
-    first_g *= scale
-    first_o *= scale
-    of_i *= scale
-    of_f *= scale
-    of_g *= scale
-    of_o *= scale
-    by_i *= scale
-    by_f *= scale
-    by_g *= scale
-    by_o *= scale
+    first_i, first_f, first_g, first_o = times(first_i, first_f, first_g, first_o, scale)
+    of_i, of_f, of_g, of_o = times(of_i, of_f, of_g, of_o, scale)
+    by_i, by_f, by_g, by_o = times(by_i, by_f, by_g, by_o, scale)
     tl.debug_barrier()  # the scratch must be written before other threads read it
     for first in range(0, end, ROWS):
         rows = first + local

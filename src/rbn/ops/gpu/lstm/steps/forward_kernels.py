@@ -13,21 +13,22 @@ import triton.language as tl
 
 from rbn.ops.gpu.runtime.triton_functions import (
     BATCH,
-    MASK,
     NONE,
-    RATE,
     centered_moments,
     constants,
     load,
     load_gates,
     merged,
+    plus,
     rows_counted,
     sigmoid,
     store_gates,
     sum_four,
     tanh,
+    times,
     unpadded,
     variance,
+    zoned,
 )
 
 
@@ -39,10 +40,18 @@ def _recurrent(
     i, f, g, o = load_gates(wh, at, ok, H)
     if JOINT:
         x_i, x_f, x_g, x_o = load_gates(wx, at, read, H)
-        i += x_i
-        f += x_f
-        g += x_g
-        o += x_o
+        i, f, g, o = plus(i, f, g, o, x_i, x_f, x_g, x_o)
+    return i, f, g, o
+
+
+@triton.jit
+def _scales(gamma, units, inside, v_i, v_f, v_g, v_o, eps, H: tl.constexpr):
+    """``gamma / sqrt(var + eps)`` of the four gates."""
+    i, f, g, o = load_gates(gamma, units, inside, H)
+    i *= tl.rsqrt(v_i + eps)
+    f *= tl.rsqrt(v_f + eps)
+    g *= tl.rsqrt(v_g + eps)
+    o *= tl.rsqrt(v_o + eps)
     return i, f, g, o
 
 
@@ -151,10 +160,7 @@ def lstm_step(
                 tl.where(counts, a_o, 0.0),
                 FUSED,
             )
-            d_i *= each
-            d_f *= each
-            d_g *= each
-            d_o *= each
+            d_i, d_f, d_g, d_o = times(d_i, d_f, d_g, d_o, each)
             e_i = tl.where(counts, a_i - d_i[None, :], 0.0)
             e_f = tl.where(counts, a_f - d_f[None, :], 0.0)
             e_g = tl.where(counts, a_g - d_g[None, :], 0.0)
@@ -183,22 +189,14 @@ def lstm_step(
 
     s_i, s_f, s_g, s_o = none, none, none, none
     if NORM != NONE:
-        s_i, s_f, s_g, s_o = load_gates(gamma_h, units, inside, H)
-        s_i *= tl.rsqrt(v_i + eps)
-        s_f *= tl.rsqrt(v_f + eps)
-        s_g *= tl.rsqrt(v_g + eps)
-        s_o *= tl.rsqrt(v_o + eps)
+        s_i, s_f, s_g, s_o = _scales(gamma_h, units, inside, v_i, v_f, v_g, v_o, eps, H)
     mx_i, mx_f, mx_g, mx_o = none, none, none, none
     sx_i, sx_f, sx_g, sx_o = none, none, none, none
     if SPLIT:
         of_x = tl.cast(row_x, tl.int64) * GATES + units
         mx_i, mx_f, mx_g, mx_o = load_gates(mean_x, of_x, inside, H)
         v_i, v_f, v_g, v_o = load_gates(var_x, of_x, inside, H)
-        sx_i, sx_f, sx_g, sx_o = load_gates(gamma_x, units, inside, H)
-        sx_i *= tl.rsqrt(v_i + eps)
-        sx_f *= tl.rsqrt(v_f + eps)
-        sx_g *= tl.rsqrt(v_g + eps)
-        sx_o *= tl.rsqrt(v_o + eps)
+        sx_i, sx_f, sx_g, sx_o = _scales(gamma_x, units, inside, v_i, v_f, v_g, v_o, eps, H)
     b_i, b_f, b_g, b_o = none, none, none, none
     if HAS_BIAS:
         b_i, b_f, b_g, b_o = load_gates(bias, units, inside, H)
@@ -278,17 +276,11 @@ def lstm_step(
         c_t = cand
         if PASS:
             c_t = c_hat
-        if ZONE_C == MASK:
-            c_t = tl.where(tl.load(mask_c + at_step, mask=ok, other=0) != 0, c, c_t)
-        if ZONE_C == RATE:
-            c_t = rate_c * c + (1.0 - rate_c) * c_t
+        c_t = zoned(c_t, c, mask_c, at_step, ok, rate_c, ZONE_C)
         at_h = (step + before) * HS + local[:, None] * HS + units[None, :]
         if ZONE_H != NONE or INCLUDE:
             h = load(hs, at_h, ok)
-            if ZONE_H == MASK:
-                h_t = tl.where(tl.load(mask_h + at_step, mask=ok, other=0) != 0, h, h_t)
-            if ZONE_H == RATE:
-                h_t = rate_h * h + (1.0 - rate_h) * h_t
+            h_t = zoned(h_t, h, mask_h, at_step, ok, rate_h, ZONE_H)
             if INCLUDE:
                 h_t = tl.where(valid, h_t, h)
         if LENGTHS:

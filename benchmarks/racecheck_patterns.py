@@ -9,7 +9,6 @@ of arrival. Exits with 1 if a correct program read wrong numbers, or if somethin
 """
 
 import collections
-import ctypes
 import re
 import sys
 from dataclasses import dataclass
@@ -69,8 +68,8 @@ def launch_all():
     major, minor = torch.cuda.get_device_capability()
     wrong = torch.zeros(1, device="cuda", dtype=torch.int32)
     memory = torch.arange(8 * ROUNDS, device="cuda", dtype=torch.int32)
-    fields = [("wrong", ctypes.c_void_p), ("memory", ctypes.c_void_p), ("rounds", ctypes.c_int)]
-    arguments = driver.structure("Args", fields)(wrong.data_ptr(), memory.data_ptr(), ROUNDS)
+    members = driver.structure("Args", ("wrong", "memory"), ("rounds",))
+    arguments = members(wrong.data_ptr(), memory.data_ptr(), ROUNDS)
     text = SOURCE.read_text()
     for pattern in patterns(text):
         whole = with_kernels(text, pattern)

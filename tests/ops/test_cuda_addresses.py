@@ -210,7 +210,7 @@ class Masked:
         self.numbers, self.seen = numbers, []
 
     def launch(self, grid, packed):
-        both = (cuda_kernels.GridForwardArguments, cuda_kernels.GridBackwardArguments)
+        both = (cuda_kernels.ForwardArguments, cuda_kernels.BackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         told = struct.from_buffer_copy(packed)
         places = (told.mask_c, told.mask_h)

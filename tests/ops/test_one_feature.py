@@ -236,7 +236,7 @@ class Card:
         return self
 
     def launch(self, grid, packed):
-        both = (cuda_kernels.OneFeatureForwardArguments, cuda_kernels.OneFeatureBackwardArguments)
+        both = (cuda_kernels.ForwardArguments, cuda_kernels.BackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         a = struct.from_buffer_copy(packed)
         assert all(getattr(a, name) % 16 == 0 for name in ("wx", "w", "weight"))

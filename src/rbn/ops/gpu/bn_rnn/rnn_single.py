@@ -7,7 +7,6 @@ A block owns 8 or 16 units for all rows of the batch and keeps its part of W_h o
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 from collections.abc import Mapping
@@ -50,18 +49,15 @@ _MEMBERS = {
 }
 
 
-def _structure(direction: str) -> Any:
-    common = ("wx", "weight", *_VECTORS, "mean_x", "var_x")
-    pointers = (*common, *_MEMBERS[direction], "handed", "counters")
-    return structure(
+_STRUCTS = {
+    direction: structure(
         f"RNN{direction.capitalize()}",
-        [(name, ctypes.c_void_p) for name in pointers]
-        + [(name, ctypes.c_int) for name in ("T", "B", "rows_x", "rows_h")]
-        + [("eps", ctypes.c_float)],
+        ("wx", "weight", *_VECTORS, "mean_x", "var_x", *members, "handed", "counters"),
+        ("T", "B", "rows_x", "rows_h"),
+        ("eps",),
     )
-
-
-_STRUCTS = {direction: _structure(direction) for direction in _MEMBERS}
+    for direction, members in _MEMBERS.items()
+}
 
 
 @dataclass(frozen=True)

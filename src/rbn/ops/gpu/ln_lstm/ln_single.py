@@ -7,7 +7,6 @@ A thread-block cluster owns some rows of the batch and keeps all of W_h on the c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 from dataclasses import dataclass
@@ -47,14 +46,10 @@ _MEMBERS = {
 }
 
 
-def _structure(direction: str) -> Any:
-    fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in _MEMBERS[direction]]
-    fields += [("T", ctypes.c_int), ("B", ctypes.c_int)]
-    fields += [("eps", ctypes.c_float)] if direction == "forward" else []
-    return structure(f"LN{direction.capitalize()}", fields)
-
-
-_STRUCTS = {direction: _structure(direction) for direction in _MEMBERS}
+_STRUCTS = {
+    "forward": structure("LNForward", _MEMBERS["forward"], ("T", "B"), ("eps",)),
+    "backward": structure("LNBackward", _MEMBERS["backward"], ("T", "B")),
+}
 
 
 def _up(n: int, d: int) -> int:

@@ -6,7 +6,6 @@ the `portable` kernels. Calls that none of them covers run step by step, see `st
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from typing import Any, NamedTuple
 
@@ -27,45 +26,22 @@ log = logging.getLogger("rbn.ops.gpu")
 CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # the families of kernels
 
 _COMMON = ("wx", "weight", *VECTORS, *LSTM.moments)
-_SIZES = ("T", "B", "rows_x", "rows_h", "rows_c")
-_FORWARD = (*_COMMON, "hs", "cs", "wh", "c0", "h_n", "c_n", "lengths", "inv_n", "counter")
+_SAVED = ("cs", "wh")
+_GRID = ("passed", "spilled", "barriers")
+_FORWARD = (
+    *(*_COMMON, "hs", *_SAVED, "c0", "h_n", "c_n", "lengths", "inv_n", "counter", "w"),
+    *(*_GRID, "mask_c", "mask_h"),
+)
 _BACKWARD = (
-    *(*_COMMON, "cs", "wh", "lengths", "inv_n", "doutput", "dh", "dc", "da", "dwx"),
-    *("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c", "counter"),
+    *(*_COMMON, *_SAVED, "lengths", "inv_n", "doutput", "dh", "dc", "da", "dwx"),
+    *("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c", "counter", "w"),
+    *(*_GRID, "handed", "mask_c", "mask_h"),
 )
-
-
-def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
-    return [(name, ctypes.c_void_p) for name in pointers] + [
-        (name, ctypes.c_int) for name in _SIZES
-    ]
-
-
-OneFeatureForwardArguments = structure(
-    "OneFeatureForward", [*_members((*_FORWARD, "w")), ("eps", ctypes.c_float)]
-)
-OneFeatureBackwardArguments = structure(
-    "OneFeatureBackward", [*_members((*_BACKWARD, "w")), ("eps", ctypes.c_float)]
-)
-_GRID_ONLY = ("passed", "spilled", "barriers")
-_ZONEOUT = (
-    *((name, ctypes.c_float) for name in ("rate_c", "rate_h")),
-    *((name, ctypes.c_void_p) for name in ("mask_c", "mask_h")),
-)
-ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
-BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
-GridForwardArguments = structure(
-    "GridForward", [*_members((*_FORWARD, *_GRID_ONLY)), ("eps", ctypes.c_float), *_ZONEOUT]
-)
-GridBackwardArguments = structure(
-    "GridBackward",
-    [*_members((*_BACKWARD, *_GRID_ONLY, "handed")), ("eps", ctypes.c_float), *_ZONEOUT],
-)
-
-
+_NUMBERS = ("T", "B", "rows_x", "rows_h", "rows_c"), ("eps", "rate_c", "rate_h")
+# The structs of arguments.cuh.
+ForwardArguments = structure("Forward", _FORWARD, *_NUMBERS)
+BackwardArguments = structure("Backward", _BACKWARD, *_NUMBERS)
 _STRUCTS = {"forward": ForwardArguments, "backward": BackwardArguments}
-_GRID_STRUCTS = {"forward": GridForwardArguments, "backward": GridBackwardArguments}
-_ONE_FEATURE = {"forward": OneFeatureForwardArguments, "backward": OneFeatureBackwardArguments}
 
 
 def family(term: Term, a: LSTMArguments) -> str | None:
@@ -199,11 +175,11 @@ def launch_for(
         cached = plan.launches[direction, has_doutput] = _kernel_and_grid(
             direction, plan, plan.defines[has_doutput]
         )
-    structs = _ONE_FEATURE if plan.one_feature else _STRUCTS
-    more: tuple[float, ...] = ()
     if plan.family == GRID:
-        structs, more = _GRID_STRUCTS, _for_grid(direction, call, at)
-    arguments = structs[direction].packed(at, call.T, call.B, *rows, call.a.eps, *more)
+        _add_spilled(direction, call, at)
+    a = call.a
+    numbers = call.T, call.B, *rows, a.eps, a.rate_c, a.rate_h
+    arguments = _STRUCTS[direction].packed(at, *numbers)
     kernel, grid = cached
     return Launch(kernel, grid, arguments)
 
@@ -234,11 +210,10 @@ def _kernel_and_grid(direction: str, plan: Any, defines: tuple[Any, ...]) -> Cac
     return kernel, (blocks, R * splits)
 
 
-def _for_grid(direction: str, call: Any, at: dict[str, int]) -> tuple[float, ...]:
-    """Allocate memory for weights that are not resident. Returns the zoneout arguments."""
+def _add_spilled(direction: str, call: Any, at: dict[str, int]) -> None:
+    """Allocate memory for weights that are not resident."""
     spilled = call.R * call.plan.tilings[direction].spilled
     if spilled:
         spill = torch.empty(spilled, dtype=torch.uint8, device=call.term.device)
         call.kept.append(spill)
         at["spilled"] = spill.data_ptr()
-    return call.a.rate_c, call.a.rate_h, at.get("mask_c", 0), at.get("mask_h", 0)

@@ -59,6 +59,7 @@
 #define REGISTERS 0
 #define BARRIER 1
 #include "common.cuh"
+#include "arguments.cuh"
 #include "exchange.cuh"
 #undef THREADS
 #define WORKERS (32 * WARPS)  // threads that own rows
@@ -70,11 +71,6 @@
 #define SERVER_REGISTERS (3 * 168 - 2 * WORKER_REGISTERS)
 #define ROW_TILES (MW * RT)
 #define X_ROWS (8 * ROW_TILES)  // rows of x per step, if SCALAR; zeros beyond the batch and in padding
-#if SCALAR
-typedef float Input;
-#else
-typedef Element Input;
-#endif
 
 // Whether each step needs sums over the batch.
 #define SUM_H (MODE_H == 1)

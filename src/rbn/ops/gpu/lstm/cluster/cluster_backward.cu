@@ -44,32 +44,6 @@
 #define LESS_D (1.0f / (512 * HALVES))
 #define LESS_W (1.0f / 8192)
 
-struct Backward {
-  const Input* wx;        // [R, T, B, 4H]; if SCALAR x, as in the forward kernel, and so is var_x
-  const Element* weight;  // [R, H, 4H], transposed
-  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
-  const float* cs;     // cs and wh: in the forward kernel's layout
-  const Element* wh;
-  const int* lengths;  // [B]
-  const float* inv_n;  // [T]
-  const Element* doutput;  // [R, T, B, H]
-  float *dh, *dc;          // [R, B, H]: read as dh_n and dc_n; written: the part of dh0 that bypasses W_h, and dc0
-  Element* da;             // d(W_h h): [R, T, B, H, 4] if SPLIT (fewer stores), else [R, T, B, 4H]
-#if SCALAR
-  float* dwx;              // d(w): [R, 4H]
-#else
-  Element* dwx;            // [R, T, B, 4H]
-#endif
-  float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;  // unused
-#if SCALAR
-  const float* w;  // [R, 4H]
-#endif
-  int T, B, rows_x, rows_h, rows_c;
-  float eps;
-};
-
 // A step's inputs are prefetched into shared memory, which saves registers.
 #define SAVED (4 * EIGHTH + 2)                              // words per thread and tile saved by the forward pass
 #define PREFETCHED (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words in total

@@ -17,27 +17,7 @@
 #define ONE_SCALED 16384.0f  // the scale of h in the exchange, in float32
 #define CHAINS (RT > 1 ? 1 : 2)  // independent accumulators per tile
 
-struct Forward {
-  const Input* wx;        // [R, T, B, 4H]; if SCALAR x [R, T, X_ROWS]
-  const Element* weight;  // [R, 4H, H]
-  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x;              // [R, rows_x, 4H]; if SCALAR and MODE_X = 1, var_x is that of x, [R, rows_x]
-  float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
-  Element* hs;         // [R, T + 1, B, H]; hs[:, 0] is h0
-  float* cs;           // [R, T + 1, EIGHTS, PAIRS, 8, 2 rows], for the backward pass
-  Element* wh;         // [R, T, EIGHTS, PAIRS, 8, 4, 2 rows], likewise: W_h h minus its mean, or
-                       // without a norm the pre-activations
-  const float* c0;     // [R, B, H]
-  float *h_n, *c_n;    // [R, B, H]; h_n only with LENGTHS
-  const int* lengths;  // [B]
-  const float* inv_n;  // [T]
-  u32* counter;        // unused
-#if SCALAR
-  const float* w;      // [R, 4H]
-#endif
-  int T, B, rows_x, rows_h, rows_c;
-  float eps;
-};
+// Saved for the backward pass: cs [R, T + 1, EIGHTS, PAIRS, 8, 2 rows], wh [R, T, EIGHTS, PAIRS, 8, 4, 2 rows].
 
 struct Layout {
   uint4* hidden;       // [2][SOURCES][SOURCE]

@@ -42,6 +42,7 @@
 #define BARRIER 1
 #define FAST  // the approximate tanh: its error is that of the products
 #include "common.cuh"
+#include "arguments.cuh"
 #include "barriers.cuh"
 
 #ifndef ZONE_C

@@ -19,30 +19,6 @@
 #define TOTAL_GATES (MODE_H == 1 || MODE_X == 1)
 #define TOTAL_CELL (MODE_C == 1)
 
-struct Backward {
-  const Element* wx;      // [R, T, B, 4H]
-  const Element* weight;  // [R, 4H, H]
-  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
-  const float* cs;     // [R, T + 1, SUBS, B, 8]
-  const Element* wh;   // [R, T, SUBS, 4, B, 8]
-  const int* lengths;  // [B]
-  const float* inv_n;  // [T]
-  const Element* doutput;  // [R, T, B, H]
-  float *dh, *dc;          // [R, B, H]: read as dh_n and dc_n; written: the part of dh0 that bypasses W_h, and dc0
-  Element* da;             // [R, T, B, 4H]: d(W_h h)
-  Element* dwx;            // [R, T, B, 4H]
-  float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;    // unused
-  uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], initially zero: d(W_h h) of the last two steps
-  uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS]: non-resident weights
-  u32* barriers;   // [R, SPLITS, TEAM, 32], initially zero: counters of the slices
-  uint4* handed;   // [R, SPLITS, HANDED_WORDS], initially zero: the team's sums and their scales, see grid_team.cuh
-  int T, B, rows_x, rows_h, rows_c;
-  float eps, rate_c, rate_h;
-  const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Backward p) {
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + FIRST * GROUP_WORDS;

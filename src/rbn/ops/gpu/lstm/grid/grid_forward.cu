@@ -12,28 +12,7 @@ static_assert(TEAM == 1, "h is small enough for every block to read all of it");
 #define LOADS (8 + 2 * MASKS)  // loads per thread that are interleaved with a product
 #define ONE_SCALED 16384.0f  // the scale of h in the exchange, in float32
 
-struct Forward {
-  const Element* wx;      // [R, T, B, 4H]
-  const Element* weight;  // [R, 4H, H]
-  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x;             // [R, rows_x, 4H]
-  float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
-  Element* hs;         // [R, T + 1, B, HS]; hs[:, 0] is h0
-  float* cs;           // [R, T + 1, SUBS, B, 8], for the backward pass
-  Element* wh;         // [R, T, SUBS, 4, B, 8], likewise: W_h h minus its mean, or without a norm the
-                       // pre-activations
-  const float* c0;     // [R, B, H]
-  float *h_n, *c_n;    // [R, B, H]; h_n only with LENGTHS
-  const int* lengths;  // [B]
-  const float* inv_n;  // [T]
-  u32* counter;        // unused
-  uint4* passed;       // [R, SPLITS, BUFFERS, STEP_WORDS], initially zero: h of the last two steps
-  uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS]: non-resident weights
-  u32* barriers;       // [R, SPLITS, TEAM, 32], initially zero: counters of the slices
-  int T, B, rows_x, rows_h, rows_c;
-  float eps, rate_c, rate_h;
-  const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
-};
+// Saved for the backward pass: cs [R, T + 1, SUBS, B, 8], wh [R, T, SUBS, 4, B, 8].
 
 // If W_h h is normalized, all terms of a pre-activation include the factor pre(gate).
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }

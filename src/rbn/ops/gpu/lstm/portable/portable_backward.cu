@@ -1,5 +1,6 @@
 // The LSTM's backward pass: one launch for all steps, from the last to the first.
 #include "common.cuh"
+#include "arguments.cuh"
 
 #define NT 1  // tiles of 8 columns: the units
 #define PITCH 8
@@ -13,24 +14,7 @@
 #define GIVEN_C (MODE_C ? 16 : 0)
 #define GIVEN (GIVEN_H + GIVEN_X + GIVEN_C)
 
-struct Backward {
-  const Element* wx;      // [R, T, B, 4H]
-  const Element* weight;  // [R, H, 4H], transposed
-  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
-  const float* cs;     // [R, T + 1, BLOCKS, B, UNITS]
-  const Element* wh;   // [R, T, BLOCKS, 4, B, UNITS]
-  const int* lengths;  // [B]
-  const float* inv_n;  // [T]
-  const Element* doutput;  // [R, T, B, H]
-  float *dh, *dc;          // [R, B, H]: read as dh_n and dc_n; written: the part of dh0 that bypasses W_h, and dc0
-  Element* da;             // [R, T, B, 4H], initially EMPTY: d(W_h h)
-  Element* dwx;            // [R, T, B, 4H]
-  float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;  // [R], initially zero
-  int T, B, rows_x, rows_h, rows_c;
-  float eps;
-};
+// Without BARRIER, da is initially EMPTY.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const Backward p) {
   extern __shared__ uint4 shared[];

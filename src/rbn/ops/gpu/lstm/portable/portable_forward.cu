@@ -1,5 +1,6 @@
 // The LSTM's forward pass, equations 2 to 4 and 6 to 8: one launch for all steps.
 #include "common.cuh"
+#include "arguments.cuh"
 
 #define NT 4  // tiles of 8 columns: the gates i, f, g, o
 #define PITCH 40
@@ -12,24 +13,8 @@
 #define GIVEN_C (MODE_C == 2 ? 16 : 0)
 #define GIVEN (GIVEN_X + GIVEN_H + GIVEN_C)
 
-struct Forward {
-  const Element* wx;      // [R, T, B, 4H]
-  const Element* weight;  // [R, 4H, H]
-  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x;               // [R, rows_x, 4H]
-  float *mean_h, *var_h, *mean_c, *var_c;   // [R, rows, features]: read if given, else written
-  Element* hs;         // [R, T + 1, B, HS]; hs[:, 0] is h0, the rest EMPTY
-  float* cs;           // [R, T + 1, BLOCKS, B, UNITS], for the backward pass
-  Element* wh;         // [R, T, BLOCKS, 4, B, UNITS], likewise: W_h h minus its mean, or without a
-                       // norm the pre-activations
-  const float* c0;     // [R, B, H]
-  float *h_n, *c_n;    // [R, B, H]; h_n only with LENGTHS
-  const int* lengths;  // [B]
-  const float* inv_n;  // [T]
-  u32* counter;        // [R], initially zero
-  int T, B, rows_x, rows_h, rows_c;
-  float eps;
-};
+// Saved for the backward pass: cs [R, T + 1, BLOCKS, B, UNITS], wh [R, T, BLOCKS, 4, B, UNITS]. Without BARRIER, hs is EMPTY
+// from step 1 on.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const Forward p) {
   extern __shared__ uint4 shared[];

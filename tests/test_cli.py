@@ -171,11 +171,13 @@ def test_ends_with_one_line(
 @pytest.mark.slow
 def test_without_typer_one_sentence() -> None:
     program = "import sys; sys.modules['typer'] = None; import rbn.cli; rbn.cli.main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "pip install 'recurrent-batchnorm[demo]'" in done.stderr
-    assert done.stderr.count("\n") == 1
+    for arguments, extra in ((["demo"], "demo"), (["train", "digits"], "train,plots")):
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert f"pip install 'recurrent-batchnorm[{extra}]'" in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

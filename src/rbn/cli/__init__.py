@@ -30,7 +30,8 @@ def _main() -> None:
     try:
         import typer  # noqa: F401
     except ImportError:
-        print("rbn needs typer: pip install 'recurrent-batchnorm[demo]'", file=sys.stderr)
+        extra = "demo" if sys.argv[1:2] == ["demo"] else "train,plots"
+        print(f"rbn needs typer: pip install 'recurrent-batchnorm[{extra}]'", file=sys.stderr)
         sys.exit(2)
     from rbn.training.interrupt import handle_signals
 

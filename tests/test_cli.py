@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,20 +124,20 @@ def test_demo_with_every_option(runs: list[tuple[Any, ...]], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
-        (["--epochs", "0"], "rbn: epochs must be at least 1, got 0\n"),
-        (["--seed", "-3"], "rbn: seed must be at least 0, got -3\n"),
-        (["--threads", "0"], "rbn: threads must be at least 1, got 0\n"),
-        (["--learning-rate", "-1"], "rbn: learning_rate must be positive, got -1.0\n"),
+        (["--epochs", "0"], "epochs .*1, got 0"),
+        (["--seed", "-3"], "seed .*0, got -3"),
+        (["--threads", "0"], "threads .*1, got 0"),
+        (["--learning-rate", "-1"], r"learning_rate .*positive, got -1\.0"),
     ],
 )
 def test_bad_options_get_one_sentence(
-    arguments: list[str], sentence: str, runs: list[tuple[Any, ...]]
+    arguments: list[str], message: str, runs: list[tuple[Any, ...]]
 ) -> None:
     result = call("demo", *arguments)
     assert result.exit_code == 2
-    assert result.output == sentence
+    assert re.fullmatch(f"rbn: {message}\n", result.output)
     assert runs == []
 
 

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import re
 import shutil
 
 import pytest
@@ -122,12 +123,12 @@ def test_measuring_a_text(text_run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--split", "exam"], "split must be one of train, valid, test, got 'exam'"),
-        (["--stats", "both"], "stats must be one of population, batch, got 'both'"),
-        (["--length", "1"], "length must be an integer of at least 2, or full, got '1'"),
-        (["--length", "\u00b2"], "length must be an integer of at least 2, or full, got '\u00b2'"),
-        (["--length", "full", "--stats", "batch"], "it needs stats population"),
-        (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["--split", "exam"], "split .*train, valid, test, got 'exam'"),
+        (["--stats", "both"], "stats .*population, batch, got 'both'"),
+        (["--length", "1"], "length .*2, or full, got '1'"),
+        (["--length", "\u00b2"], "length .*2, or full, got '\u00b2'"),
+        (["--length", "full", "--stats", "batch"], "stats population"),
+        (["--device", "gpu"], "device .*auto, cpu, cuda or cuda:N, got 'gpu'"),
     ],
 )
 def test_mistakes_in_measuring(options, message, text_run):
@@ -135,7 +136,7 @@ def test_mistakes_in_measuring(options, message, text_run):
         "evaluate", text_run, *(["--device", "cpu"] if "gpu" not in options else []), *options
     )
     assert done.exit_code == 2
-    assert message in words(done.output)
+    assert re.search(message, words(done.output))
 
 
 def test_writing_text(text_run):
@@ -168,26 +169,26 @@ def test_text_is_written_with_the_states_of_what_was_read(text_run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", ""], "prompt must have at least one character"),
+        (["--prompt", ""], "prompt .*character"),
         (["--prompt", "\u00e9"], "is not one of the"),
-        (["--temperature", "-1"], "temperature must be a number of at least 0, got -1"),
-        (["--temperature", "nan"], "temperature must be a number of at least 0, got nan"),
-        (["--temperature", "inf"], "temperature must be a number of at least 0, got inf"),
-        (["--length", "-1"], "length must not be negative"),
-        (["--seed", "-1"], "seed must be an integer from 0 to 9223372036854775807, got -1"),
-        (["--seed", f"{2**63}"], f"seed must be an integer from 0 to {2**63 - 1}, got {2**63}"),
+        (["--temperature", "-1"], "temperature .*0, got -1"),
+        (["--temperature", "nan"], "temperature .*0, got nan"),
+        (["--temperature", "inf"], "temperature .*0, got inf"),
+        (["--length", "-1"], "length .*negative"),
+        (["--seed", "-1"], f"seed .*0 .*{2**63 - 1}, got -1"),
+        (["--seed", f"{2**63}"], f"seed .*0 .*{2**63 - 1}, got {2**63}"),
     ],
 )
 def test_mistakes_in_writing(options, message, text_run):
     done = invoke("sample", text_run, *options, "--device", "cpu")
     assert done.exit_code == 2
-    assert message in words(done.output)
+    assert re.search(message, words(done.output))
 
 
 def test_no_text_from_a_classifier(digits_runs, tmp_path):
     done = invoke("sample", digits_runs / "bn-lstm-seed1", "--device", "cpu")
     assert done.exit_code == 2
-    assert "a run on digits, which is not a text" in words(done.output)
+    assert re.search("run on digits.*not a text", words(done.output))
     done = invoke("evaluate", tmp_path)
     assert done.exit_code == 2
     assert "holds no run" in done.output
@@ -218,11 +219,11 @@ def test_publishing_without_a_curve(digits_runs, tmp_path):
     (run / "result.json").write_bytes((digits_runs / "bn-lstm-seed1/result.json").read_bytes())
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
-    assert "has no learning curve: it has no metrics.jsonl" in words(done.output)
+    assert "no metrics.jsonl" in words(done.output)
     (run / "metrics.jsonl").touch()
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
-    assert "is empty: there is no learning curve to publish" in words(done.output)
+    assert re.search(r"metrics\.jsonl is empty", words(done.output))
     assert not to.exists()
 
 
@@ -257,7 +258,7 @@ def test_another_runs_result_is_not_overwritten(digits_runs, tmp_path):
     write_checked(run / "result.json", result)
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
-    assert "is the result of a run with other settings" in done.output
+    assert "other settings" in done.output
     target = to / "digits" / "bn-lstm-seed1.json"
     assert json.loads(target.read_text())["test"] != 0.25
     assert invoke("publish", run, "--to", to, "--replace").exit_code == 0
@@ -316,11 +317,11 @@ def test_settings_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--config", "mnist-code", "--seeds", "1,1"]
     done = invoke("train", "mnist", *options)
-    assert "seeds must differ from each other, got '1,1'" in words(done.output)
+    assert re.search("seeds .*differ.* got '1,1'", words(done.output))
     done = invoke("train", "mnist", "--seeds", "a")
-    assert "seeds must be numbers such as 1,2,3, got 'a'" in words(done.output)
+    assert re.search("seeds .*1,2,3, got 'a'", words(done.output))
     done = invoke("train", "digits", "--precision", "fp4")
-    assert "precision must be one of 32-true" in words(done.output)
+    assert re.search("precision .*32-true", words(done.output))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,7 @@ def test_publishing_stays_in_its_folder(name, value, digits_runs, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
-    assert "is not the result of a run" in words(done.output)
+    assert "is not the result" in words(done.output)
     assert sorted(tmp_path.rglob("*")) == before
 
 

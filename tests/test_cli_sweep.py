@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -224,22 +225,22 @@ def test_status_prints_no_terminal_codes_and_no_markup(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "there is no file nothing, and no such sweep: "),
-        (["mine.yaml", "--workers", "0"], "workers must be at least 1, got 0"),
-        (["mine.yaml", "--max-minutes", "0"], "max-minutes must be positive, got 0"),
-        (["mine.yaml", "--trials", "9"], "trials must be at most the grid's 4, got 9"),
-        (["mine.yaml", "--set", "depth=2"], "there is no setting 'depth'"),
-        (["mine.yaml", "--storage", "trials.txt"], "storage must be a URL or a file ending in"),
-        (["mine.yaml", "--out", "mine.yaml"], "mine.yaml is a file, not a folder"),
-        (["mine.yaml", "--device", "tpu9"], "device must be auto, cpu, cuda or cuda:N"),
-        (["status", "nothing"], "there is no file nothing"),
-        (["status", "mine.yaml", "--plot", "x.jpg"], "plot must be a file ending in .svg"),
+        (["nothing"], "nothing.* digits,"),
+        (["mine.yaml", "--workers", "0"], "workers .*1, got 0"),
+        (["mine.yaml", "--max-minutes", "0"], "max-minutes .*positive, got 0"),
+        (["mine.yaml", "--trials", "9"], "trials .*4, got 9"),
+        (["mine.yaml", "--set", "depth=2"], "setting 'depth'"),
+        (["mine.yaml", "--storage", "trials.txt"], r"storage .*URL .*\.db"),
+        (["mine.yaml", "--out", "mine.yaml"], r"mine\.yaml is a file"),
+        (["mine.yaml", "--device", "tpu9"], "device .*auto, cpu, cuda or cuda:N"),
+        (["status", "nothing"], "no file nothing"),
+        (["status", "mine.yaml", "--plot", "x.jpg"], r"plot .*\.svg"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, folder):
     done = invoke(*arguments)
     assert done.exit_code == 2
-    assert message in said(done)
+    assert re.search(message, said(done))
     assert "Traceback" not in done.output
     assert not (folder / "runs").exists()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -206,7 +207,7 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         patch.setattr("rbn.experiments.results.exact_statistics", interrupted)
         done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 130
-    assert f"stopped during the test. Resume with: rbn resume {folder}" in done.output
+    assert re.search(rf"test.*rbn resume {folder}", done.output)
     assert invoke("resume", folder, "--device", "cpu").exit_code == 0
     assert result_of(folder) == result_of(whole)
 
@@ -214,42 +215,42 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "imdb"], "task must be one of digits"),
-        (["train", "digits", "--model", "gru"], "model must be one of lstm"),
-        (["train", "digits", "--set", "nothing=1"], "there is no setting 'nothing'"),
-        (["train", "digits", "--config", "none.yaml"], "cannot read none.yaml"),
-        (["train", "digits", "--config", "mnist"], "config mnist is for task mnist, not digits"),
-        (["train", "digits", "--device", "cpu", "--graph"], "graph needs a CUDA device"),
+        (["train", "imdb"], "task .*digits, .*imdb"),
+        (["train", "digits", "--model", "gru"], "model .*lstm, .*gru"),
+        (["train", "digits", "--set", "nothing=1"], "setting 'nothing'"),
+        (["train", "digits", "--config", "none.yaml"], r"none\.yaml"),
+        (["train", "digits", "--config", "mnist"], "config mnist .*digits"),
+        (["train", "digits", "--device", "cpu", "--graph"], "graph .*CUDA"),
         (
             ["train", "mnist", "--data-dir", "none", "--max-minutes", "-1"],
-            "max-minutes must be pos",
+            "max-minutes .*-1",
         ),
-        (["train", "digits", "--set", "batch_size=1"], "batch_size must be at least 2"),
-        (["train", "cloze", "--set", "batch_size=1"], "batch_size must be at least 2"),
-        (["train", "digits", "--set", "layer.zoneot=[0, 0]"], "did you mean layer.zoneout?"),
-        (["train", "digits", "--set", "layer.foo=1"], "there is no setting 'layer.foo'; there are"),
-        (["train", "digits", "--set", "data.lines=1"], "there are permuted, seed"),
-        (["train", "pydoc", "--set", "data.lines=1"], "no setting 'data.lines'; there are none"),
-        (["train", "cloze", "--set", "data.fact=1"], "did you mean data.facts?"),
-        (["train", "cloze", "--set", "data.longst=1"], "did you mean data.longest?"),
-        (["train", "cloze", "--set", "layer.dropot=0"], "did you mean layer.dropout?"),
-        (["train", "digits", "--set", "optimizer.bets=[0, 0]"], "did you mean optimizer.betas?"),
-        (["train", "digits", "--set", "average=1.5"], "average must be at least 0 and below 1"),
-        (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),
-        (["train", "digits", "--seed", "-1"], "a seed must be an integer from 0"),
-        (["train", "digits", "--seed", f"{2**63}"], "a seed must be an integer from 0"),
-        (["train", "digits", "--seeds", f"1,{2**70}"], "a seed must be an integer from 0"),
-        (["train", "digits", "--set", f"data.seed={2**70}"], "data.seed must be an integer"),
-        (["train", "digits", "--set", "optimizer.betas=[0.9]"], "optimizer.betas must be two"),
-        (["train", "digits", "--set", "optimizer.betas=[0.9,0.99,0.5]"], "optimizer.betas must"),
-        (["train", "digits", "--set", "optimizer.capturable=true"], "capturable cannot be set"),
-        (["train", "digits", "--set", "hidden_size=1000000000000"], "there is not enough memory"),
-        (["train", "digits", "--seed", "1", "--seeds", "2,3"], "either --seed or --seeds"),
-        (["train", "digits", "--device", "mps"], "device must be auto, cpu, cuda or cuda:N"),
-        (["train", "digits", "--device", "meta"], "device must be auto, cpu, cuda or cuda:N"),
-        (["train", "digits", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N"),
-        (["train", "digits", "--model", "lstm", "--set", "normalization.gama=1"], "gamma?"),
-        (["train", "digits", "--set", "normalization.gama=1"], "mean normalization.gamma?"),
+        (["train", "digits", "--set", "batch_size=1"], "batch_size .*at least 2"),
+        (["train", "cloze", "--set", "batch_size=1"], "batch_size .*at least 2"),
+        (["train", "digits", "--set", "layer.zoneot=[0, 0]"], r"layer\.zoneout\?"),
+        (["train", "digits", "--set", "layer.foo=1"], "setting 'layer.foo'.* dropout, "),
+        (["train", "digits", "--set", "data.lines=1"], "data.lines.* permuted, seed"),
+        (["train", "pydoc", "--set", "data.lines=1"], "setting 'data.lines'.* none"),
+        (["train", "cloze", "--set", "data.fact=1"], r"data\.facts\?"),
+        (["train", "cloze", "--set", "data.longst=1"], r"data\.longest\?"),
+        (["train", "cloze", "--set", "layer.dropot=0"], r"layer\.dropout\?"),
+        (["train", "digits", "--set", "optimizer.bets=[0, 0]"], r"optimizer\.betas\?"),
+        (["train", "digits", "--set", "average=1.5"], "average .*0 .*1, got 1.5"),
+        (["train", "digits", "--set", "decay_from=2"], "decay_from .*0 .*1, got 2"),
+        (["train", "digits", "--seed", "-1"], "seed .*from 0 .*got -1"),
+        (["train", "digits", "--seed", f"{2**63}"], f"seed .*got {2**63}"),
+        (["train", "digits", "--seeds", f"1,{2**70}"], f"seed .*got {2**70}"),
+        (["train", "digits", "--set", f"data.seed={2**70}"], f"data.seed .*got {2**70}"),
+        (["train", "digits", "--set", "optimizer.betas=[0.9]"], "optimizer.betas .*two"),
+        (["train", "digits", "--set", "optimizer.betas=[0.9,0.99,0.5]"], "optimizer.betas .*two"),
+        (["train", "digits", "--set", "optimizer.capturable=true"], "capturable"),
+        (["train", "digits", "--set", "hidden_size=1000000000000"], "not enough memory"),
+        (["train", "digits", "--seed", "1", "--seeds", "2,3"], "--seed .*--seeds"),
+        (["train", "digits", "--device", "mps"], "device .*auto, cpu, cuda or cuda:N"),
+        (["train", "digits", "--device", "meta"], "device .*auto, cpu, cuda or cuda:N"),
+        (["train", "digits", "--device", "gpu"], "device .*auto, cpu, cuda or cuda:N"),
+        (["train", "digits", "--model", "lstm", "--set", "normalization.gama=1"], r"gamma\?"),
+        (["train", "digits", "--set", "normalization.gama=1"], r"normalization\.gamma\?"),
         (["resume", "nowhere"], "holds no run"),
     ],
 )
@@ -257,7 +258,7 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = invoke(*arguments)
     assert done.exit_code == 2
-    assert message in done.output
+    assert re.search(message, " ".join(done.output.split()))
     assert "Traceback" not in done.output
     assert not (tmp_path / "runs").exists()  # a second try starts afresh
 
@@ -287,7 +288,7 @@ def test_an_optimiser_that_does_not_fit_the_checkpoint(whole, tmp_path, changed)
     folder = unfinished_with(whole, tmp_path / "run", changed)
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 1
-    assert "the checkpoint does not match the run's settings" in done.output
+    assert "checkpoint does not match" in done.output
     assert "Traceback" not in done.output
 
 
@@ -296,17 +297,17 @@ def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
     folder = unfinished_with(whole, tmp_path / "run", {"hidden_size": 17})
     done = invoke(command, folder, "--device", "cpu")
     assert done.exit_code == 1
-    assert "the checkpoint does not match the run's settings" in done.output
+    assert "checkpoint does not match" in done.output
     assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("5", "line 5: it must contain numbers by name, got 5"),
-        ("[1]", "line 5: it must contain numbers by name, got [1]"),
-        ('{"step": 1}', "line 5: seconds must be a number, got None"),
-        ('{"step": true}', "line 5: step must be a number, got True"),
+        ("5", "line 5: .*got 5"),
+        ("[1]", r"line 5: .*got \[1\]"),
+        ('{"step": 1}', "line 5: seconds .*got None"),
+        ('{"step": true}', "line 5: step .*got True"),
         ("{", "line 5: Expecting"),
     ],
 )
@@ -318,7 +319,7 @@ def test_what_is_no_curve_is_not_published(whole, tmp_path, line, message):
         file.write(f"{line}\n")
     done = invoke("publish", tmp_path, "--to", tmp_path / "results")
     assert done.exit_code == 2
-    assert f"{tmp_path / 'metrics.jsonl'} is damaged: {message}" in done.output
+    assert re.search(rf"{tmp_path}/metrics\.jsonl .*{message}", done.output)
     assert not (tmp_path / "results").exists()
 
 
@@ -349,7 +350,7 @@ def test_what_is_no_result_is_not_published(tmp_path, content):
     write_checked(tmp_path / "result.json", content)
     done = invoke("publish", tmp_path, "--to", tmp_path / "results")
     assert done.exit_code == 2
-    assert "result.json is not the result of a run" in done.output
+    assert "result.json is not" in done.output
     assert not (tmp_path / "results").exists()
 
 
@@ -412,10 +413,10 @@ def test_the_model_and_the_task_are_no_settings(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: [a]", "model must be one of lstm, "),
-        ("model: 0", "model must be one of lstm, "),
-        ("variants: {bn-lstm: {task: pydoc}}", "variants: bn-lstm cannot set task"),
-        ("tag: \xe9", "own.yaml is not UTF-8 text"),
+        ("model: [a]", "model .*lstm, "),
+        ("model: 0", "model .*lstm, "),
+        ("variants: {bn-lstm: {task: pydoc}}", "variants: bn-lstm .*task"),
+        ("tag: \xe9", r"own\.yaml .*UTF-8"),
     ],
 )
 def test_configs_that_make_no_sense(text, message, tmp_path, monkeypatch):
@@ -423,27 +424,28 @@ def test_configs_that_make_no_sense(text, message, tmp_path, monkeypatch):
     Path("own.yaml").write_text(f"task: digits\n{text}\n", encoding="latin-1")
     done = invoke("train", "digits", "--config", "own.yaml", "--device", "cpu")
     assert done.exit_code == 2
-    assert message in done.output
+    assert re.search(message, done.output)
     assert not Path("runs").exists()
 
 
 def test_configs_that_there_are(tmp_path):
     done = invoke("train", "digits", "--config", "ptbshort")
     assert done.exit_code == 2
-    assert "no file ptbshort, and no such config: beyond/pmnist, beyond/ptb" in done.output
+    assert "ptbshort" in done.output
+    assert "beyond/pmnist, beyond/ptb" in done.output
 
 
 def test_one_sequence_is_no_minibatch(tmp_path):
     done = invoke("train", "digits", "--set", "population_batch=1", "--out", tmp_path / "run")
     assert done.exit_code == 2
-    assert "population_batch must be at least 2" in done.output
+    assert re.search("population_batch .*2", done.output)
 
 
 @pytest.mark.parametrize("setting", ["length=5", "valid_windows=3"])
 def test_settings_of_texts_alone(setting, tmp_path):
     done = invoke("train", "digits", "--set", setting, "--out", tmp_path / "run")
     assert done.exit_code == 2
-    assert f"{setting.split('=')[0]} is not a setting of digits" in done.output
+    assert re.search(f"{setting.split('=')[0]} .*digits", done.output)
 
 
 def test_a_file_is_no_folder(tmp_path):
@@ -458,16 +460,16 @@ def test_a_file_is_no_folder(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", ""], "model must be the name of a model"),
-        (["--out", ""], "out must name a folder"),
-        (["--device", "cpu:7"], "there is no cpu:7"),
+        (["--model", ""], "model .*name"),
+        (["--out", ""], "out .*folder"),
+        (["--device", "cpu:7"], "cpu:7"),
     ],
 )
 def test_empty_and_missing_names_are_refused(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["train", "digits", "--set", "epochs=1", *options])
     assert done.exit_code == 2
-    assert message in done.output
+    assert re.search(message, done.output)
     assert not any(tmp_path.iterdir())
 
 

@@ -131,7 +131,7 @@ def test_altered_byte_anywhere_is_found(make_source: Make, tmp_path: Path, form:
 
 def test_zip_without_the_member(make_source: Make, tmp_path: Path) -> None:
     path = write(tmp_path, "file.zip", member="another")
-    with pytest.raises(DataAltered, match=r"cannot be unpacked \(There is no item named 'file'"):
+    with pytest.raises(DataAltered, match=r"cannot be unpacked \(There is no item"):
         read(make_source("file", CONTENT), path)
 
 
@@ -187,7 +187,7 @@ def test_get_without_a_network_says_what_to_do(
 
 
 def test_unknown_data_set() -> None:
-    with pytest.raises(ValueError, match=r"unknown data set 'imagenet': choose from digits, mnist"):
+    with pytest.raises(ValueError, match=r"'imagenet'.* digits, mnist"):
         get("imagenet")
 
 

@@ -50,9 +50,9 @@ def test_in_order_for_evaluation() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"batch_size.* 1, got 0"):
         Minibatches(split(10), 0)
-    with pytest.raises(ValueError, match="too few sequences for one batch of 11: 10"):
+    with pytest.raises(ValueError, match="batch of 11: 10"):
         Minibatches(split(10), 11)
-    with pytest.raises(IndexError, match="batch must be from 0 to 1, got 2"):
+    with pytest.raises(IndexError, match=r"batch.* 0.* 1, got 2"):
         Minibatches(split(10), 4).batch(0, 2)

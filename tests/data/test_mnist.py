@@ -105,7 +105,7 @@ def test_orders_leave_the_global_generator_alone() -> None:
 
 def test_unknown_order() -> None:
     order: Any = "columns"
-    with pytest.raises(ValueError, match=r"order must be one of rows, permutation, with-replace"):
+    with pytest.raises(ValueError, match=r"order.*rows, permutation, with-replace"):
         mnist(order)
 
 
@@ -120,8 +120,8 @@ def test_without_the_files(tmp_path: Path) -> None:
         (b"", "at least 8 bytes, got 0"),
         (idx(0x801, 2, content=b"\1\2")[:7], "at least 8 bytes, got 7"),
         (idx(0x803, 2, content=b"\1\2"), "magic number 0x0801, got 0x0803"),
-        (idx(0x801, 3, content=b"\1\2"), r"array of shape \[3\], got 2 bytes"),
-        (idx(0x801, 1, content=b"\1\2"), r"array of shape \[1\], got 2 bytes"),
+        (idx(0x801, 3, content=b"\1\2"), r"\[3\], got 2 bytes"),
+        (idx(0x801, 1, content=b"\1\2"), r"\[1\], got 2 bytes"),
     ],
 )
 def test_wrong_idx_files(content: bytes, message: str) -> None:

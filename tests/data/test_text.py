@@ -48,16 +48,16 @@ def test_256_symbols() -> None:
 
 def test_unknown_characters_are_named() -> None:
     text = Text.of("abc", "", "")
-    with pytest.raises(ValueError, match=r"^'Z' is not one of the 3 symbols$"):
+    with pytest.raises(ValueError, match=r"'Z' .* 3 "):
         text.encode("abZc")
-    with pytest.raises(ValueError, match=r"^'→' is not one of the 3 symbols$"):
+    with pytest.raises(ValueError, match=r"'→' .* 3 "):
         text.encode("a→b")
-    with pytest.raises(ValueError, match=r"^'d' is not one of the 3 symbols$"):
+    with pytest.raises(ValueError, match=r"'d' .* 3 "):
         Text.of("abc", "d", "")
 
 
 def test_symbols_must_differ() -> None:
-    with pytest.raises(ValueError, match="differ from each other"):
+    with pytest.raises(ValueError, match="differ"):
         Text.of("ab", "", "", "aba")
 
 

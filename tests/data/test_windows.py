@@ -146,11 +146,11 @@ def test_global_generator_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("n", "length", "batch", "message"),
     [
-        (100, 1, 4, "length must be at least 2, got 1"),
-        (100, 10, 0, "batch_size must be at least 1, got 0"),
-        (100, 10, 10, "too few windows of 10 characters for one batch of 10: 9"),
-        (18, 10, 1, "too few windows of 10 characters for one batch of 1: 0"),
-        (0, 10, 1, "too few windows of 10 characters for one batch of 1: 0"),
+        (100, 1, 4, "length.* 2, got 1"),
+        (100, 10, 0, "batch_size.* 1, got 0"),
+        (100, 10, 10, "windows of 10 .*batch of 10: 9"),
+        (18, 10, 1, "windows of 10 .*batch of 1: 0"),
+        (0, 10, 1, "windows of 10 .*batch of 1: 0"),
     ],
 )
 def test_bad_arguments(n: int, length: int, batch: int, message: str) -> None:
@@ -159,16 +159,16 @@ def test_bad_arguments(n: int, length: int, batch: int, message: str) -> None:
 
 
 def test_bad_stream_and_places() -> None:
-    with pytest.raises(ValueError, match=r"stream must have one dimension, got shape \(2, 50\)"):
+    with pytest.raises(ValueError, match=r"stream.*dimension, got shape \(2, 50\)"):
         Windows(stream(100).view(2, 50), 10, 2)
-    with pytest.raises(TypeError, match=r"stream must hold integers, got torch\.float32"):
+    with pytest.raises(TypeError, match=r"stream.*integers, got torch\.float32"):
         Windows(stream(100).float(), 10, 2)
     windows = Windows(stream(100), 10, 2)
-    with pytest.raises(IndexError, match="batch must be from 0 to 3, got 4"):
+    with pytest.raises(IndexError, match=r"batch.* 0.* 3, got 4"):
         windows.batch(0, 4)
-    with pytest.raises(IndexError, match="batch must be from 0 to 3, got -1"):
+    with pytest.raises(IndexError, match=r"batch.* 0.* 3, got -1"):
         windows.batch(0, -1)
-    with pytest.raises(IndexError, match="epoch must be at least 0, got -1"):
+    with pytest.raises(IndexError, match=r"epoch.* 0, got -1"):
         windows.batch(-1, 0)
 
 

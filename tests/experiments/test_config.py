@@ -93,35 +93,35 @@ def test_numbers_are_what_they_look_like(text, value, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["lr=0.1"], r"there is no setting 'lr'; did you mean optimizer\.lr\?"),
-        (["hiden_size=5"], r"there is no setting 'hiden_size'; did you mean hidden_size\?"),
-        (["xyz=5"], "there is no setting 'xyz'; there are task, model, tag, hidden_size, "),
-        (["optimizer.name.x=1"], r"there is no setting 'optimizer\.name\.x'"),
+        (["lr=0.1"], r"'lr'.*optimizer\.lr\?"),
+        (["hiden_size=5"], r"'hiden_size'.*hidden_size\?"),
+        (["xyz=5"], "'xyz'.* task, model, tag, hidden_size, "),
+        (["optimizer.name.x=1"], r"'optimizer\.name\.x'"),
         (["epochs"], "key=value, got 'epochs'"),
-        (["epochs=0"], "epochs must be an integer of at least 1, got 0"),
-        (["epochs=1.5"], "epochs must be an integer"),
-        (["model=gru"], "model must be one of lstm, .*, got 'gru'"),
-        (["task=imdb"], "task must be one of digits, .*, got 'imdb'"),
-        (["optimizer.name=lion"], "optimizer must be adam, adamw, rmsprop or sgd, got 'lion'"),
-        (["model=irnn"], "model must be one of .*, got 'irnn'"),
-        (["dropout=1"], "dropout must be at least 0 and below 1, got 1"),
-        (["start=zeros"], "start must be one of"),
-        (["dropout=much"], "dropout must be a number, got 'much'"),
-        (["clip=yes"], "clip must be a number, got True"),
-        (["average=abc"], "average must be a number, got 'abc'"),
-        (["decay_from=null"], "decay_from must be a number, got None"),
-        (["optimizer.lr=abc"], r"optimizer\.lr must be a number, got 'abc'"),
-        (["evaluate_every=abc"], "evaluate_every must be an integer of at least 1, got 'abc'"),
-        (["patience=0"], "patience must be an integer of at least 1, got 0"),
-        (["valid_windows=1.5"], "valid_windows must be an integer of at least 1, got 1.5"),
-        (["layer=3"], "layer must be settings by name, got 3"),
-        (["optimizer=adam"], "optimizer must be settings by name, got 'adam'"),
-        ([f"epochs={10**30}"], f"epochs must be at most {2**63 - 1}, got {10**30}"),
-        ([f"clip={10**400}"], "clip must be finite, got 1000"),
-        ([f"clip={10**30}"], f"clip must be at most {2**63 - 1}, got {10**30}"),
-        (["data.seed=-1"], rf"data\.seed must be an integer from 0 to {2**63 - 1}, got -1"),
-        ([f"data.seed={2**63}"], rf"data\.seed must be an integer from 0 .* got {2**63}"),
-        (["data.seed=abc"], r"data\.seed must be an integer from 0 .* got 'abc'"),
+        (["epochs=0"], "epochs.* 1, got 0"),
+        (["epochs=1.5"], "epochs.*integer"),
+        (["model=gru"], "model.*lstm, .*got 'gru'"),
+        (["task=imdb"], "task.*digits, .*got 'imdb'"),
+        (["optimizer.name=lion"], "optimizer.*got 'lion'"),
+        (["model=irnn"], "model.*got 'irnn'"),
+        (["dropout=1"], "dropout.* 0.* 1, got 1"),
+        (["start=zeros"], "start .*, got 'zeros'"),
+        (["dropout=much"], "dropout.*number, got 'much'"),
+        (["clip=yes"], "clip.*number, got True"),
+        (["average=abc"], "average.*number, got 'abc'"),
+        (["decay_from=null"], "decay_from.*number, got None"),
+        (["optimizer.lr=abc"], r"optimizer\.lr.*number, got 'abc'"),
+        (["evaluate_every=abc"], "evaluate_every.* 1, got 'abc'"),
+        (["patience=0"], "patience.* 1, got 0"),
+        (["valid_windows=1.5"], "valid_windows.* 1, got 1.5"),
+        (["layer=3"], "layer.*settings.*got 3"),
+        (["optimizer=adam"], "optimizer.*settings.*got 'adam'"),
+        ([f"epochs={10**30}"], f"epochs.*{2**63 - 1}, got {10**30}"),
+        ([f"clip={10**400}"], "clip.*finite, got 1000"),
+        ([f"clip={10**30}"], f"clip.*{2**63 - 1}, got {10**30}"),
+        (["data.seed=-1"], rf"data\.seed.* 0.*{2**63 - 1}, got -1"),
+        ([f"data.seed={2**63}"], rf"data\.seed.* 0.*{2**63}"),
+        (["data.seed=abc"], r"data\.seed.* 0.*'abc'"),
     ],
 )
 def test_mistakes_are_named(settings, message):
@@ -132,14 +132,14 @@ def test_mistakes_are_named(settings, message):
 @pytest.mark.parametrize("model", ["rnn", "irnn"])
 def test_torchs_own_network_takes_no_options_of_ours(model):
     config = Config("digits", model, layer={"hidden_noise": 0.1, "weight_dropout": 0.1})
-    with pytest.raises(ValueError, match=f"{model} is torch.nn.RNN, which has no weight_dropout"):
+    with pytest.raises(ValueError, match=rf"{model} .*weight_dropout"):
         check(config)
     check(Config("digits", model, layer={"hidden_noise": 0.1}))
 
 
 @pytest.mark.parametrize("model", ["lstm", "bn-lstm"])
 def test_numbers_that_a_layer_cannot_hold(model):
-    with pytest.raises(ValueError, match="the model's settings are not valid: "):
+    with pytest.raises(ValueError, match="model's settings"):
         check(Config("digits", model, normalization={"gamma": 1e300}))
 
 
@@ -159,43 +159,43 @@ def test_files(tmp_path):
         configs.read_yaml(path)
     with pytest.raises(ValueError, match=r"cannot read .*none\.yaml"):
         configs.read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ValueError, match="task must be one of"):
+    with pytest.raises(ValueError, match=r"task .*imdb"):
         configs.published("imdb")
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("tag=../x", "tag must be a word"),
-        ("tag=a/b", "tag must be a word"),
-        ("tag=[1, 2]", "tag must be a word"),
-        ("tag=2024-01-01", "tag must be a word"),
-        ("optimizer.lr=.inf", "optimizer.lr must be finite"),
-        ("optimizer.lr=-1", "optimizer.lr must not be negative, got -1"),
-        ("optimizer.fused=maybe", "optimizer.fused must be true or false"),
+        ("tag=../x", "tag.*word"),
+        ("tag=a/b", "tag.*word"),
+        ("tag=[1, 2]", "tag.*word"),
+        ("tag=2024-01-01", "tag.*word"),
+        ("optimizer.lr=.inf", "optimizer.lr.*finite"),
+        ("optimizer.lr=-1", "optimizer.lr.*negative, got -1"),
+        ("optimizer.fused=maybe", "optimizer.fused.*true.*false"),
         ("layer.batch_first=true", "layer.batch_first cannot be set"),
         ("layer.device=cuda", "layer.device cannot be set"),
         ("normalization.device=7", "normalization.device cannot be set"),
-        ("optimizer.betas=[]", r"optimizer.betas must be two numbers .* below 1, got \[\]"),
-        ("optimizer.betas=[0.9]", r"optimizer.betas must be two numbers .* got \[0.9\]"),
-        ("optimizer.betas=[0.9, 0.99, 0.5]", "optimizer.betas must be two numbers"),
-        ("optimizer.betas={a: 1, b: 2}", "optimizer.betas must be two numbers"),
-        ("optimizer.betas=[0.9, abc]", "optimizer.betas must be two numbers"),
-        ("optimizer.betas=[0.9, 1]", "optimizer.betas must be two numbers"),
-        ("optimizer.betas=0.9", "optimizer.betas must be two numbers"),
+        ("optimizer.betas=[]", r"optimizer.betas.*two.* 1, got \[\]"),
+        ("optimizer.betas=[0.9]", r"optimizer.betas.*two.*\[0.9\]"),
+        ("optimizer.betas=[0.9, 0.99, 0.5]", "optimizer.betas.*two"),
+        ("optimizer.betas={a: 1, b: 2}", "optimizer.betas.*two"),
+        ("optimizer.betas=[0.9, abc]", "optimizer.betas.*two"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas.*two"),
+        ("optimizer.betas=0.9", "optimizer.betas.*two"),
         ("optimizer.capturable=true", "optimizer.capturable cannot be set"),
         ("optimizer.differentiable=true", "optimizer.differentiable cannot be set"),
-        ("optimizer.eps=abc", "optimizer.eps must be a number, got 'abc'"),
-        ("optimizer.lr=1e39", r"optimizer.lr must be at most 1e\+30, got 1e\+39"),
-        ("optimizer.eps=-1", "optimizer.eps must not be negative, got -1"),
-        ("optimizer.weight_decay=.nan", "optimizer.weight_decay must be finite"),
-        ("optimizer.alpha=7", "optimizer.alpha must be at most 1, got 7"),
-        ("optimizer.alpha=-0.1", "optimizer.alpha must not be negative, got -0.1"),
-        ("optimizer.momentum=-1", "optimizer.momentum must not be negative, got -1"),
-        ("optimizer.momentum=2", "optimizer.momentum must be at most 1, got 2"),
-        ("optimizer.dampening=[1]", r"optimizer.dampening must be a number, got \[1\]"),
-        ("optimizer.decoupled_weight_decay=maybe", "decoupled_weight_decay must be true or false"),
-        ("layer.zoneout=2024-01-01", "settings must be strings"),
+        ("optimizer.eps=abc", "optimizer.eps.*number, got 'abc'"),
+        ("optimizer.lr=1e39", r"optimizer.lr.* 1e\+30, got 1e\+39"),
+        ("optimizer.eps=-1", "optimizer.eps.*negative, got -1"),
+        ("optimizer.weight_decay=.nan", "optimizer.weight_decay.*finite"),
+        ("optimizer.alpha=7", "optimizer.alpha.* 1, got 7"),
+        ("optimizer.alpha=-0.1", "optimizer.alpha.*negative, got -0.1"),
+        ("optimizer.momentum=-1", "optimizer.momentum.*negative, got -1"),
+        ("optimizer.momentum=2", "optimizer.momentum.* 1, got 2"),
+        ("optimizer.dampening=[1]", r"optimizer.dampening.*number, got \[1\]"),
+        ("optimizer.decoupled_weight_decay=maybe", "decoupled_weight_decay.*true.*false"),
+        ("layer.zoneout=2024-01-01", "settings.*strings"),
         ("hidden_size={", "is not YAML"),
         ("hidden_size=a: b: c", "is not YAML"),
         ("hidden_size=\t1", "is not YAML"),
@@ -211,15 +211,15 @@ def test_settings_that_make_no_sense(setting, message):
     [
         ("hidden_size: 4\nhidden_size: 8", "duplicate key 'hidden_size'"),
         ("layer: {zoneout: 0.1, zoneout: 0.2}", "duplicate key 'zoneout'"),
-        ("variants: [a]", "variants must be settings"),
-        ("variants: {bn-lstm: 3}", "variants must be settings"),
-        ("variants: {bn-lstmm: {epochs: 2}}", "variants must be one of lstm.*got 'bn-lstmm'"),
+        ("variants: [a]", "variants.*settings"),
+        ("variants: {bn-lstm: 3}", "variants.*settings"),
+        ("variants: {bn-lstmm: {epochs: 2}}", "variants.*lstm.*got 'bn-lstmm'"),
         ("variants: {bn-lstm: {task: pydoc}}", "variants: bn-lstm cannot set task"),
         ("variants: {lstm: {model: rnn}}", "variants: lstm cannot set model"),
         ("variants: {lstm: {variants: {}}}", "variants: lstm cannot set variants"),
         ("tag: 2024-13-45", r"own\.yaml is not YAML: month"),
         ("1: 2\nfoo: 1", "unknown setting 1"),
-        ("layer: &a {zoneout: *a}", "its aliases expand to more"),
+        ("layer: &a {zoneout: *a}", "aliases"),
     ],
 )
 def test_files_that_make_no_sense(text, message, tmp_path):
@@ -238,7 +238,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
 
 @pytest.mark.parametrize("model", [["a"], 5, None])
 def test_a_model_is_a_word(model):
-    with pytest.raises(ValueError, match=r"model must be one of lstm, .*, got "):
+    with pytest.raises(ValueError, match=r"model.*lstm, .*got "):
         configs.for_model({"task": "digits"}, model)
 
 
@@ -255,10 +255,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BOMB, "its aliases expand to more than 10,000 values"),
-        ("a: &a [*a]", "its aliases expand to more than 10,000 values"),
-        ("layer: " + "[" * 5000, "it is nested too deeply"),
-        ("layer: " + "{a: " * 5000, "it is nested too deeply"),
+        (BOMB, "aliases .* 10,000 "),
+        ("a: &a [*a]", "aliases .* 10,000 "),
+        ("layer: " + "[" * 5000, "nested too deeply"),
+        ("layer: " + "{a: " * 5000, "nested too deeply"),
     ],
 )
 def test_yaml_that_would_never_end(text, message, tmp_path):
@@ -277,5 +277,5 @@ def test_a_synonym_is_not_taken_for_a_setting():
     config = from_mapping({"task": "digits"})
     with pytest.raises(ValueError, match=r"did you mean optimizer.lr\?"):
         with_settings(config, ["optimizer.learning_rate=0.1"])
-    with pytest.raises(ValueError, match="tag must be a word"):
+    with pytest.raises(ValueError, match=r"tag.*word"):
         with_settings(config, ["tag=.."])

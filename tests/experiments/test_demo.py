@@ -105,7 +105,7 @@ def test_same_seed_same_numbers_bit_for_bit(name: str, few: Splits) -> None:
 def test_divergence_names_no_files_that_are_gone(few: Splits) -> None:
     with pytest.raises(Diverged) as caught:
         fit("BN-LSTM", replace(SMALL, epochs=1, learning_rate=1e30), few)
-    assert re.fullmatch(r"the training of the BN-LSTM diverged at step \d+", str(caught.value))
+    assert re.search(r"BN-LSTM diverged at step \d+", str(caught.value))
 
 
 def test_data_can_be_moved(few: Splits) -> None:
@@ -240,9 +240,9 @@ def test_nothing_is_trained_where_nothing_can_be_written(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     monkeypatch.setattr("rbn.experiments.demo.run.fit", lambda *_: pytest.fail("it trained"))
-    with pytest.raises(OSError, match=r"cannot write to the folder .*file: it is a file"):
+    with pytest.raises(OSError, match=r"file: .*file"):
         run_demo(SMALL, tmp_path / "file")
-    with pytest.raises(OSError, match=r"cannot write to the folder .*below: Not a directory"):
+    with pytest.raises(OSError, match=r"below: Not a directory"):
         run_demo(SMALL, tmp_path / "file" / "below")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -253,7 +253,7 @@ def test_nothing_is_trained_without_the_extra(
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name in ("rich", "sklearn") else object()
     )
-    message = r"needs rich and scikit-learn: pip install 'recurrent-batchnorm\[demo\]'"
+    message = r"rich.*scikit-learn.*'recurrent-batchnorm\[demo\]'"
     with pytest.raises(ImportError, match=message):
         run_demo(SMALL, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -302,7 +302,7 @@ def test_words_where_the_normalized_model_is_faster() -> None:
     assert parts(at80) == ["BN-LSTM", "80%", "20", "3", "LSTM", "30", "3", "1.5"]
     assert parts(at90) == ["BN-LSTM", "90%", "30", "4", "LSTM", "40", "4", "85.0%"]
     assert "did not reach it" in at90
-    assert "100 ms for the LSTM and 150 ms for the BN-LSTM, 1.5 times" in cost
+    assert parts(cost) == ["100", "LSTM", "150", "BN-LSTM", "1.5"]
     assert parts(test)[-2:] == ["BN-LSTM", "20.0"]
     assert "reports the same" in expectation(BN_FIRST)
 
@@ -367,14 +367,14 @@ def test_page_follows_the_numbers(result: Result, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"seed": 2**63}, f"seed must be at most {2**63 - 1}, got {2**63}"),
-        ({"threads": 0}, "threads must be at least 1, got 0"),
-        ({"threads": 10**12}, "threads must be at most 1024, got 1000000000000"),
-        ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
-        ({"learning_rate": 1e38}, r"learning_rate must be at most 1e\+30, got 1e\+38"),
-        ({"learning_rate": float("nan")}, "learning_rate must be positive, got nan"),
+        ({"epochs": 0}, "epochs.* 1, got 0"),
+        ({"seed": -1}, "seed.* 0, got -1"),
+        ({"seed": 2**63}, f"seed.*{2**63 - 1}, got {2**63}"),
+        ({"threads": 0}, "threads.* 1, got 0"),
+        ({"threads": 10**12}, "threads.* 1024, got 1000000000000"),
+        ({"learning_rate": 0.0}, "learning_rate.*positive, got 0.0"),
+        ({"learning_rate": 1e38}, r"learning_rate.* 1e\+30, got 1e\+38"),
+        ({"learning_rate": float("nan")}, "learning_rate.*positive, got nan"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, float], message: str) -> None:

@@ -52,14 +52,14 @@ def test_betas_may_be_whole_numbers():
 
 def test_options_that_do_not_go_together():
     optimizer = {"name": "adam", "fused": True, "foreach": True}
-    with pytest.raises(ValueError, match=r"the optimizer's settings are not valid: .*foreach"):
+    with pytest.raises(ValueError, match=r"optimizer.*foreach"):
         check(from_mapping(SMALL | {"optimizer": optimizer}))
 
 
 def test_a_model_that_is_too_large_is_named():
     for model, size in (("bn-lstm", 10**12), ("irnn", 10**12), ("lstm", 2**62)):
         config = from_mapping(SMALL | {"model": model, "hidden_size": size})
-        with pytest.raises(ValueError, match=f"not enough memory for .* hidden_size {size}$"):
+        with pytest.raises(ValueError, match=rf"not enough memory for .* hidden_size {size}$"):
             build(config, 1, CPU)
 
 

@@ -77,7 +77,7 @@ def test_options_of_the_authors_code_from_the_command_line(tmp_path):
         "train", "cloze", "--set", "layer.initialization=zeros", *place[:-1], tmp_path / "b"
     )
     assert done.exit_code == 2
-    assert "initialization must be one of" in done.output
+    assert re.search("initialization .*orthogonal", done.output)
 
 
 def test_the_papers_numbers():
@@ -96,9 +96,9 @@ def test_the_papers_numbers():
 
 
 def test_models_go_with_their_tasks():
-    with pytest.raises(ValueError, match="model must be one of lstm, bi-lstm, bn-lstm, bn-e"):
+    with pytest.raises(ValueError, match=r"model.*lstm, bi-lstm, bn-lstm, bn-e"):
         Config("cnn", "ln-lstm")
-    with pytest.raises(ValueError, match="model must be one of lstm, bn-lstm, ln-lstm"):
+    with pytest.raises(ValueError, match=r"model.*lstm, bn-lstm, ln-lstm"):
         Config("ptb", "bn-e*")
 
 
@@ -209,7 +209,7 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     arguments = ["train", "cnn", "--variant", "bn-e**", "--config", "cnn-full", "--device", "cpu"]
     result = call(*arguments, *settings, "--data-dir", root, "--out", out)
     assert result.exit_code == 0, result.output
-    assert "skipped 1 malformed test files: bad.question: a question must" in result.stderr
+    assert re.search(r"1 malformed test files: bad\.question: ", result.stderr)
     found = json.loads((out / "result.json").read_text())
     assert found["metric"] == "error rate"
     assert found["task"] == "cnn"
@@ -247,7 +247,7 @@ def test_a_set_without_a_second_test_set_says_so(tmp_path):
     command = ("train", "cloze", "--variant", "lstm", *settings, "--device", "cpu", "--out", out)
     assert call(*command, "--set", "data.sizes=[40,20,20]").exit_code == 0
     result = call("evaluate", out, "--split", "test-cnn", "--device", "cpu")
-    assert "train, valid, test, got 'test-cnn'" in result.output
+    assert "got 'test-cnn'" in result.output
     assert result.output.count("\n") == 1
 
 
@@ -378,14 +378,14 @@ def test_asking_on_the_command_line(run, tmp_path):
 @pytest.mark.parametrize(
     ("text", "question", "sentence"),
     [
-        ("Ann won .", "who won ?", "rbn: the question must have one @placeholder, got 0\n"),
-        ("Ann won .", None, "rbn: a question is needed: --question '... @placeholder ...'\n"),
-        ("", "@placeholder won", "is empty\n"),
+        ("Ann won .", "who won ?", "question .*one @placeholder, got 0"),
+        ("Ann won .", None, "--question '... @placeholder ...'"),
+        ("", "@placeholder won", "empty"),
         ("@entity1 " * 30, "@placeholder won", ""),
         (
             " ".join(f"@entity{k}" for k in range(40)),
             "@placeholder won",
-            "the model knows only 12\n",
+            " 40 .* 12$",
         ),
     ],
 )
@@ -396,7 +396,7 @@ def test_what_cannot_be_asked(run, tmp_path, text, question, sentence):
     result = call("ask", run, "--document", file, *extra)
     assert result.exit_code == (2 if sentence else 0), result.output
     if sentence:
-        assert result.output.endswith(sentence)
+        assert re.search(sentence, result.output)
         assert result.output.count("\n") == 1
 
 
@@ -410,7 +410,7 @@ def test_another_question_about_a_question_file(run, tmp_path):
     for asked in ("who won ?", "", "@placeholder met @placeholder"):
         result = call("ask", run, "--document", file, "--question", asked)
         assert result.exit_code == 2, result.output
-        assert result.output.startswith("rbn: the question must have one @placeholder, got ")
+        assert re.search("question .*one @placeholder, got ", result.output)
 
 
 def test_the_gap_of_another_question_may_have_a_mark_close_to_it(run, tmp_path):
@@ -422,23 +422,23 @@ def test_the_gap_of_another_question_may_have_a_mark_close_to_it(run, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("data.longest=0", "longest must be at least 1, got 0"),
-        ("data.padding=2", "padding must lie between 0 and 1, got 2"),
-        ("data.longest=abc", "longest must be an integer, got str"),
+        ("data.longest=0", "longest .*1, got 0"),
+        ("data.padding=2", "padding .*0 .*1, got 2"),
+        ("data.longest=abc", "longest .*integer, got str"),
     ],
 )
 def test_settings_of_batches_are_looked_at_before_the_data(setting, sentence, tmp_path):
     command = ["train", "cnn-built", "--set", setting, "--data-dir", str(tmp_path)]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "run")])
     assert done.exit_code == 2
-    assert sentence in done.output
+    assert re.search(sentence, " ".join(done.output.split()))
     assert not list(tmp_path.iterdir())
 
 
 def test_fewer_sentences_than_none(tmp_path):
     done = CliRunner().invoke(app, ["data", "questions", "cloze", "--sentences", "-1"])
     assert done.exit_code == 2
-    assert "sentences must be at least 1, got -1" in done.output
+    assert re.search("sentences .*1, got -1", done.output)
 
 
 def test_asking_what_is_no_reader(tmp_path):
@@ -447,7 +447,7 @@ def test_asking_what_is_no_reader(tmp_path):
     file.write_text("word")
     result = call("ask", tmp_path, "--document", file, "--question", "@placeholder")
     assert result.exit_code == 2
-    assert result.output.endswith("is a run on digits, which has no questions\n")
+    assert re.search("run on digits.*no questions", result.output)
     result = call("ask", tmp_path / "none", "--document", file, "--question", "@placeholder")
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
@@ -497,18 +497,18 @@ def test_build_and_count_on_the_command_line(tmp_path):
     result = call(*command, "--words", 3, "--out", tmp_path / "words" / "questions.json")
     assert f"cnn-built: {4 + 3 + 3} symbols" in result.output
     assert read_counts(tmp_path)[1][-1].endswith("--words 3")
-    assert call(*command, "--words", 0).output.startswith("rbn: words must be at least 1")
+    assert call(*command, "--words", 0).output.startswith("rbn: words ")
     result = call("data", "questions", "cnn", "--data-dir", tmp_path)
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
     result = call("data", "build-cloze", "--articles", file, "--out", out, "--processes", 0)
-    assert result.output.startswith("rbn: processes must be at least 1")
+    assert result.output.startswith("rbn: processes ")
     file.write_text('{"text": "Ann Lee was glad."}\n')
     none = ("--out", tmp_path / "none", "--processes", 1)
     result = call("data", "build-cloze", "--articles", file, *none)
     assert result.exit_code == 1
-    assert "line that is not an article (no 'article')" in result.output
-    assert "no questions could be built from" in result.output
+    assert "no 'article'" in result.output
+    assert "no questions" in result.output
 
 
 def test_statistics_are_exact_at_the_end():

@@ -259,7 +259,7 @@ def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
     fit = TrainingSession([(tmp_path / "run", small, 1)], CPU, tmp_path)
     run_folder.create(tmp_path / "run", small, 1)
     with run_folder.locked(tmp_path / "run"):
-        with pytest.raises(FileExistsError, match="is being trained by another process"):
+        with pytest.raises(FileExistsError, match="another process"):
             fit.train()
         assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "run.lock"]
     fit.trainers.clear()
@@ -269,7 +269,7 @@ def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
 
 def test_float16_needs_a_gpu(tmp_path):
     half = from_mapping({"task": "digits", "precision": "16-mixed"})
-    with pytest.raises(ValueError, match="16-mixed needs a GPU; bf16-mixed also works on"):
+    with pytest.raises(ValueError, match=r"16-mixed .*GPU"):
         TrainingSession([(tmp_path / "run", half, 1)], CPU, tmp_path).train()
     assert not (tmp_path / "run").exists()
 

@@ -106,8 +106,8 @@ def test_a_question_that_is_missing_or_added(whole, tmp_path):
     folder = root / "cnn-built" / "questions" / "training"
     path = min(folder.iterdir())
     path.rename(folder.parent / path.name)
-    with pytest.raises(ValueError, match=r"training has 15 question files, but 16 were built"):
+    with pytest.raises(ValueError, match=r"training.* 15 .* 16 "):
         load(root)
     (folder.parent / path.name).rename(folder / "copy.question")
-    with pytest.raises(ValueError, match=r"copy\.question is damaged: its content does not match"):
+    with pytest.raises(ValueError, match=r"copy\.question is damaged"):
         load(root)

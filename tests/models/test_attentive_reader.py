@@ -324,13 +324,13 @@ def test_one_token_and_five_thousand(variant):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"variant": "bn"}, "variant must be one of 'lstm', 'bi-lstm'"),
-        ({"output": "letters"}, "output must be one of 'entities', 'vocabulary'"),
-        ({"dropout": 2.0}, "dropout must lie between 0 and 1"),
-        ({"embedding_size": 0}, "embedding_size must be at least 1, got 0"),
-        ({"variant": "lstm", "padding": "some"}, "padding must be one of 'exclude', 'include'"),
-        ({"variant": "lstm", "momentum": 7}, "momentum must lie between 0 and 1"),
-        ({"initialization": "zeros"}, "initialization must be one of 'orthogonal', 'code'"),
+        ({"variant": "bn"}, "variant.*'lstm', 'bi-lstm'"),
+        ({"output": "letters"}, "output.*'entities', 'vocabulary'"),
+        ({"dropout": 2.0}, "dropout.* 0.* 1"),
+        ({"embedding_size": 0}, "embedding_size.* 1, got 0"),
+        ({"variant": "lstm", "padding": "some"}, "padding.*'exclude', 'include'"),
+        ({"variant": "lstm", "momentum": 7}, "momentum.* 0.* 1"),
+        ({"initialization": "zeros"}, "initialization.*'orthogonal', 'code'"),
     ],
 )
 def test_bad_options(options, sentence):
@@ -342,24 +342,22 @@ def test_bad_switches():
     for name in ("bilinear", "document_skip"):
         with pytest.raises(TypeError, match=f"{name} must be"):
             make(**{name: "yes"})
-    with pytest.raises(ValueError, match="got document_size 3 and question_size 2"):
+    with pytest.raises(ValueError, match=r"document_size 3 .*question_size 2"):
         AdditiveAttention(3, 2, 4, bilinear=True, normalized=False, normalization={})
 
 
 def test_bad_texts():
-    with pytest.raises(ValueError, match="first_entity must be from 0 to 24"):
+    with pytest.raises(ValueError, match=r"first_entity.* 0.* 24"):
         AttentiveReader(30, 6, 25)
     document, question = texts()
     with pytest.raises(ValueError, match="with the same B"):
         make()(document, question[:, :2])
-    with pytest.raises(ValueError, match="lengths must lie between 1 and the number of steps 9"):
+    with pytest.raises(ValueError, match=r"lengths.* 1.* 9"):
         make()(document, question, [9, 0, 1, 1])
-    with pytest.raises(TypeError, match=r"question must hold integer symbols, got torch\.float"):
+    with pytest.raises(TypeError, match=r"question.*integer.*symbols, got torch\.float"):
         make()(document, question.double())
     model = make()
-    with pytest.raises(
-        ValueError, match=f"document must hold symbols from 0 to {model.vocabulary - 1}"
-    ):
+    with pytest.raises(ValueError, match=rf"document.*symbols.* 0.*{model.vocabulary - 1}"):
         model(document + model.vocabulary, question)
-    with pytest.raises(TypeError, match="first_entity must be an integer, got float"):
+    with pytest.raises(TypeError, match=r"first_entity.*integer, got float"):
         AttentiveReader(30, 6, 1.5)

@@ -61,11 +61,11 @@ def test_gradients_reach_every_parameter() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"layer with a hidden_size, .* got Linear"):
+    with pytest.raises(TypeError, match=r"layer.*hidden_size.* got Linear"):
         SequenceClassifier(nn.Linear(3, 5), 4)
-    with pytest.raises(ValueError, match="classes must be at least 2, got 1"):
+    with pytest.raises(ValueError, match=r"classes.* 2, got 1"):
         SequenceClassifier(rbn.LSTM(3, 5), 1)
-    with pytest.raises(TypeError, match="classes must be an integer, got float"):
+    with pytest.raises(TypeError, match=r"classes.*integer, got float"):
         SequenceClassifier(rbn.LSTM(3, 5), 2.5)  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ def test_a_text_in_pieces(layer_class):
 
 
 def test_refusals():
-    with pytest.raises(TypeError, match="layer with an input_size and a hidden_size"):
+    with pytest.raises(TypeError, match=r"layer.*input_size.*hidden_size"):
         LanguageModel(torch.nn.ReLU())
     with pytest.raises(ValueError, match="one direction"):
         LanguageModel(rbn.LSTM(7, 5, bidirectional=True))
@@ -40,7 +40,7 @@ def test_targets_of_any_integers_that_are_symbols(hooked):
     for dtype in (torch.int32, torch.uint8):
         torch.testing.assert_close(model(text, targets=text.to(dtype))[0], expected)
     text[2, 1] = -100
-    with pytest.raises(ValueError, match="targets must be from 0 to 6, got -100 to"):
+    with pytest.raises(ValueError, match=r"targets.* 0.* 6, got -100 to"):
         model(text.clamp(min=0), targets=text)
 
 
@@ -94,7 +94,7 @@ def test_the_loss_of_other_shapes():
     for model, shape in ((one, (20,)), (batch_first, (3, 20))):
         given = torch.randint(7, shape), torch.randint(7, shape), "mean"
         assert torch.equal(old(model, *given)[0], new(model, *given)[0])
-    with pytest.raises(ValueError, match=r"targets must have the shape .* \[3, 20\]"):
+    with pytest.raises(ValueError, match=r"targets.*shape.*\[3, 20\]"):
         batch_first(torch.zeros(3, 20).long(), targets=torch.zeros(20, 3).long())
 
 

@@ -16,20 +16,20 @@ LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"input_size": 0}, ValueError, "input_size must .* got 0"),
-        ({"hidden_size": -2}, ValueError, "hidden_size must .* got -2"),
+        ({"input_size": 0}, ValueError, "input_size.* 0"),
+        ({"hidden_size": -2}, ValueError, "hidden_size.* -2"),
         ({"hidden_size": 2.0}, TypeError, "hidden_size .* int, got: float"),
-        ({"num_layers": 0}, ValueError, "num_layers must .* got 0"),
+        ({"num_layers": 0}, ValueError, "num_layers.* 0"),
         ({"bias": 1}, TypeError, "bias .* bool, got: int 1"),
         ({"batch_first": "yes"}, TypeError, "batch_first .* bool, got: str 'yes'"),
         ({"dropout": 1.5}, ValueError, r"dropout .* \[0, 1\], got 1\.5"),
         ({"dropout": "abc"}, ValueError, r"dropout .* \[0, 1\], got 'abc'"),
         ({"dropout": True}, ValueError, r"dropout .* \[0, 1\], got True"),
-        ({"weight_dropout": -0.1}, ValueError, "weight_dropout must lie between 0 and 1, got -0.1"),
-        ({"weight_dropout": "abc"}, TypeError, "weight_dropout must be a number, got 'abc'"),
-        ({"hidden_noise": True}, TypeError, "hidden_noise must be a number, got True"),
-        ({"initial_state": "ones"}, ValueError, "initial_state must be one of 'learned', 'zeros'"),
-        ({"hidden_noise": -0.1}, ValueError, "hidden_noise must not be negative, got -0.1"),
+        ({"weight_dropout": -0.1}, ValueError, "weight_dropout.* 0.* 1, got -0.1"),
+        ({"weight_dropout": "abc"}, TypeError, "weight_dropout.*number, got 'abc'"),
+        ({"hidden_noise": True}, TypeError, "hidden_noise.*number, got True"),
+        ({"initial_state": "ones"}, ValueError, "initial_state.*'learned', 'zeros'"),
+        ({"hidden_noise": -0.1}, ValueError, "hidden_noise.*negative, got -0.1"),
     ],
 )
 def test_options(layer, options, error, message):
@@ -41,14 +41,14 @@ def test_options(layer, options, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eps": -1e-5}, "eps must not be negative"),
-        ({"gamma": -0.1}, "gamma must not be negative"),
-        ({"momentum": -0.1}, "momentum must lie between 0 and 1"),
-        ({"momentum": 1.1}, "momentum must lie between 0 and 1"),
-        ({"max_length": 0}, "max_length must be at least 1"),
-        ({"input_stats": "batch"}, "input_stats must be one of 'step', 'sequence', got 'batch'"),
-        ({"padding": "ignore"}, "padding must be one of 'exclude', 'include', got 'ignore'"),
-        ({"ablations": ["shared"]}, "ablations must be one of 'shared_stats'"),
+        ({"eps": -1e-5}, "eps.*negative"),
+        ({"gamma": -0.1}, "gamma.*negative"),
+        ({"momentum": -0.1}, "momentum.* 0.* 1"),
+        ({"momentum": 1.1}, "momentum.* 0.* 1"),
+        ({"max_length": 0}, "max_length.* 1"),
+        ({"input_stats": "batch"}, "input_stats.*'step', 'sequence', got 'batch'"),
+        ({"padding": "ignore"}, "padding.*'exclude', 'include', got 'ignore'"),
+        ({"ablations": ["shared"]}, "ablations.*'shared_stats'"),
     ],
 )
 def test_options_of_the_normalization(layer, options, message):
@@ -61,27 +61,27 @@ def test_more_options():
         rbn.BatchNormLSTM(3, 4, ablations=["raw_output", "pass_normalized_cell"])
     with pytest.raises(TypeError, match="collection of names, got 'raw_output'"):
         rbn.BatchNormLSTM(3, 4, ablations="raw_output")
-    with pytest.raises(ValueError, match=r"pair of rates \(cell, hidden\), got 0.1"):
+    with pytest.raises(ValueError, match=r"\(cell, hidden\), got 0\.1"):
         rbn.BatchNormLSTM(3, 4, zoneout=0.1)
-    with pytest.raises(ValueError, match=r"zoneout must lie between 0 and 1, got 1\.2"):
+    with pytest.raises(ValueError, match=r"zoneout.* 0.* 1, got 1\.2"):
         rbn.LSTM(3, 4, zoneout=(0.1, 1.2))
     with pytest.raises(ValueError, match="one rate"):
         rbn.BatchNormRNN(3, 4, zoneout=(0.1, 0.1))
-    with pytest.raises(ValueError, match="nonlinearity must be one of 'tanh', 'relu'"):
+    with pytest.raises(ValueError, match=r"nonlinearity.*'tanh', 'relu'"):
         rbn.BatchNormRNN(3, 4, nonlinearity="gelu")
-    with pytest.raises(ValueError, match="gamma must be finite, got nan"):
+    with pytest.raises(ValueError, match=r"gamma.*finite, got nan"):
         rbn.LayerNormLSTM(3, 4, gamma=float("nan"))
-    with pytest.raises(ValueError, match="eps must be finite, got inf"):
+    with pytest.raises(ValueError, match=r"eps.*finite, got inf"):
         rbn.BatchNormLSTM(3, 4, eps=float("inf"))
-    with pytest.raises(ValueError, match="eps must not be negative, got -inf"):
+    with pytest.raises(ValueError, match=r"eps.*negative, got -inf"):
         rbn.BatchNormLSTM(3, 4, eps=-float("inf"))
-    with pytest.raises(ValueError, match=r"ablations must be one of .*, got \[1\]"):
+    with pytest.raises(ValueError, match=r"ablations.*got \[1\]"):
         rbn.BatchNormLSTM(3, 4, ablations=[[1]])
-    with pytest.raises(ValueError, match="joint_terms leaves no input term"):
+    with pytest.raises(ValueError, match="joint_terms"):
         rbn.BatchNormLSTM(3, 4, ablations=["joint_terms"], input_stats="sequence")
-    with pytest.raises(RuntimeError, match=r"type such as torch\.float32, got torch\.float8"):
+    with pytest.raises(RuntimeError, match=r"torch\.float32, got torch\.float8"):
         rbn.LSTM(3, 4, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"or symbols of int64, got torch\.uint16"):
+    with pytest.raises(ValueError, match=r"int64, got torch\.uint16"):
         rbn.LSTM(3, 4)(torch.zeros(6, 4, dtype=torch.uint16))
 
 
@@ -97,7 +97,7 @@ def test_training_with_a_batch_of_one(layer_class, input_stats):
         lambda: layer(x[:, :1], lengths=[4]),
         lambda: layer(pack_sequence([x[:, 0]])),
     ):
-        with pytest.raises(ValueError, match=f"more than 1 sequence .* {layer_class.__name__}"):
+        with pytest.raises(ValueError, match=rf"more than 1 sequence .* {layer_class.__name__}"):
             call()
     assert all(torch.equal(value, before[name]) for name, value in layer.named_buffers())
     assert len(list(layer.recent_calls)) == 1
@@ -109,7 +109,7 @@ def test_training_with_a_batch_of_one(layer_class, input_stats):
 )
 def test_training_a_cell_with_a_batch_of_one(cell_class):
     for x in (torch.randn(1, 3), torch.randn(3)):
-        with pytest.raises(ValueError, match=f"more than 1 sequence .* {cell_class.__name__}"):
+        with pytest.raises(ValueError, match=rf"more than 1 sequence .* {cell_class.__name__}"):
             cell_class(3, 4)(x)
 
 
@@ -127,7 +127,7 @@ def test_warnings_name_the_callers_line():
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_inputs(layer_class):
     layer = layer_class(3, 4)
-    with pytest.raises(TypeError, match="must be a Tensor or a PackedSequence, got list"):
+    with pytest.raises(TypeError, match=r"Tensor.*PackedSequence, got list"):
         layer([[1.0, 2.0, 3.0]])
     with pytest.raises(ValueError, match=r"3 dimensions .* got shape \(3,\)"):
         layer(torch.randn(3))
@@ -135,11 +135,11 @@ def test_inputs(layer_class):
         layer(torch.randn(1, 5, 2, 3))
     with pytest.raises(RuntimeError, match=r"Expected 3, got 4 .* shape \(5, 2, 4\)"):
         layer(torch.randn(5, 2, 4))
-    with pytest.raises(ValueError, match=r"input dtype \(torch.float64\) .* \(torch.float32\)"):
+    with pytest.raises(ValueError, match=r"torch\.float64.*torch\.float32"):
         layer(torch.randn(5, 2, 3, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"input dtype \(torch.int64\) .* \(torch.float32\)"):
+    with pytest.raises(ValueError, match=r"torch\.int64.*torch\.float32"):
         layer(torch.ones(5, 2, 3, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match="input at meta and the parameters at cpu"):
+    with pytest.raises(RuntimeError, match=r"input .*meta.*cpu"):
         layer(torch.randn(5, 2, 3, device="meta"))
     with pytest.raises(RuntimeError, match=r"sequence length .* got 0"):
         layer(torch.randn(0, 2, 3))
@@ -152,13 +152,13 @@ def test_inputs(layer_class):
 @pytest.mark.parametrize(
     ("lengths", "error", "message"),
     [
-        ([5, 0], ValueError, "between 1 and the number of steps 5, got 0 at position 1"),
-        ([-1, 2], ValueError, "between 1 and the number of steps 5, got -1 at position 0"),
-        ([5, 6], ValueError, "between 1 and the number of steps 5, got 6 at position 1"),
-        ([5], ValueError, r"one entry for each of the 2 sequences, got shape \(1,\)"),
+        ([5, 0], ValueError, "lengths.* 5, got 0 at position 1"),
+        ([-1, 2], ValueError, "lengths.* 5, got -1 at position 0"),
+        ([5, 6], ValueError, "lengths.* 5, got 6 at position 1"),
+        ([5], ValueError, r"lengths.* 2 sequences, got shape \(1,\)"),
         ([[5, 5]], ValueError, r"got shape \(1, 2\)"),
-        ([5.0, 2.0], TypeError, "lengths must be integers, got torch.float32"),
-        ([True, True], TypeError, "lengths must be integers, got torch.bool"),
+        ([5.0, 2.0], TypeError, "lengths.*integers, got torch.float32"),
+        ([True, True], TypeError, "lengths.*integers, got torch.bool"),
     ],
 )
 def test_lengths(layer_class, lengths, error, message):
@@ -171,10 +171,10 @@ def test_lengths(layer_class, lengths, error, message):
 
 def test_where_lengths_make_no_sense():
     layer = rbn.BatchNormLSTM(3, 4)
-    with pytest.raises(ValueError, match="lengths needs a batched input"):
+    with pytest.raises(ValueError, match="lengths needs a batched"):
         layer(torch.randn(5, 3), lengths=[5])
     packed = torch.nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(4, 3)])
-    with pytest.raises(ValueError, match="lengths must not be given with a PackedSequence"):
+    with pytest.raises(ValueError, match=r"lengths.*PackedSequence"):
         layer(packed, lengths=[4, 4])
 
 
@@ -190,7 +190,7 @@ def test_lengths_in_place_of_states(layer, lengths):
 def test_states():
     layer, x = rbn.BatchNormLSTM(3, 4, 2), torch.randn(5, 2, 3)
     good = torch.zeros(2, 2, 4)
-    with pytest.raises(TypeError, match=r"hx must be a pair \(h_0, c_0\), got Tensor"):
+    with pytest.raises(TypeError, match=r"hx.*pair.*\(h_0, c_0\), got Tensor"):
         layer(x, good)
     with pytest.raises(RuntimeError, match=r"hidden\[0\] size \(2, 2, 4\), got \[1, 2, 4\]"):
         layer(x, (good[:1], good))
@@ -200,16 +200,16 @@ def test_states():
         layer(x[:, 0], (good, good))
     with pytest.raises(RuntimeError, match=r"hidden\[1\] .* torch.float32, got torch.float64"):
         layer(x, (good, good.double()))
-    with pytest.raises(TypeError, match=r"hidden\[0\] must be a Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=r"hidden\[0\].*Tensor, got NoneType"):
         layer(x, (None, good))
-    with pytest.raises(TypeError, match="hidden must be a Tensor, got tuple"):
+    with pytest.raises(TypeError, match=r"hidden.*Tensor, got tuple"):
         rbn.BatchNormRNN(3, 4)(x, (good[:1],))
     assert not layer.stats_h_l0.estimated
 
 
 def test_start():
     x = torch.randn(5, 2, 3)
-    with pytest.raises(ValueError, match="start must be 0, or positive with one direction, got -1"):
+    with pytest.raises(ValueError, match=r"start.* 0.*got -1"):
         rbn.LSTM(3, 4)(x, start=-1)
     with pytest.raises(ValueError, match="start must be 0"):
         rbn.LSTM(3, 4, bidirectional=True)(x, start=2)
@@ -217,11 +217,11 @@ def test_start():
 
 @pytest.mark.parametrize("start", [1.0, "1", None])
 def test_a_start_that_is_no_whole_number(start):
-    with pytest.raises(TypeError, match="start must be an integer, got "):
+    with pytest.raises(TypeError, match=r"start.*integer, got "):
         rbn.LSTM(3, 4)(torch.randn(5, 2, 3), start=start)
     if start is None:  # a cell's default
         return
-    with pytest.raises(TypeError, match="step must be an integer, got "):
+    with pytest.raises(TypeError, match=r"step.*integer, got "):
         rbn.LSTMCell(3, 4)(torch.randn(2, 3), None, start)
 
 
@@ -237,10 +237,10 @@ def test_a_start_of_another_kind(kind):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"zoneout": None}, ValueError, r"a pair of rates \(cell, hidden\), got None"),
-        ({"zoneout": np.float32(0.1)}, ValueError, r"a pair of rates \(cell, hidden\)"),
+        ({"zoneout": None}, ValueError, r"\(cell, hidden\), got None"),
+        ({"zoneout": np.float32(0.1)}, ValueError, r"\(cell, hidden\)"),
         ({"zoneout": "ab"}, ValueError, "a pair of rates"),
-        ({"ablations": None}, TypeError, "ablations must be a collection of names, got None"),
+        ({"ablations": None}, TypeError, "ablations.*names, got None"),
     ],
 )
 def test_options_of_no_use(options, error, message):
@@ -250,7 +250,7 @@ def test_options_of_no_use(options, error, message):
 
 @pytest.mark.parametrize("lengths", [["a", "b"], [None, None], [[1], [2, 3]]])
 def test_lengths_that_are_no_numbers(lengths):
-    with pytest.raises(TypeError, match="lengths must be integers, got "):
+    with pytest.raises(TypeError, match=r"lengths.*integers, got "):
         rbn.LSTM(3, 4)(torch.randn(5, 2, 3), lengths=lengths)
 
 
@@ -272,7 +272,7 @@ def test_a_subclass_with_an_option_of_its_own_can_be_shown():
 def test_inputs_that_are_not_dense(kind):
     x = torch.randn(5, 4, 3)
     given = torch.nested.nested_tensor([x, x]) if kind == "nested" else x.to_sparse()
-    with pytest.raises(ValueError, match=f"must be a dense Tensor, got a {kind}.* lengths"):
+    with pytest.raises(ValueError, match=rf"dense Tensor, got a {kind}.* lengths"):
         rbn.LSTM(3, 4)(given)
 
 
@@ -287,7 +287,7 @@ def test_unsigned_lengths_are_lengths(dtype):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, "float32"])
 def test_parameters_are_real_numbers(make, dtype):
     error = TypeError if isinstance(dtype, str) else RuntimeError
-    with pytest.raises(error, match=f"dtype must be a real floating-point type .* got {dtype}"):
+    with pytest.raises(error, match=rf"dtype.*floating-point.*{dtype}"):
         make(3, 4, dtype=dtype)
 
 
@@ -301,9 +301,9 @@ def test_a_packed_sequence_that_does_not_agree_with_itself(sizes):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eps": 0}, "eps must be positive, got 0"),
-        ({"weight_dropout": 1}, "weight_dropout must be below 1, got 1"),
-        ({"max_length": 10**12}, "max_length must be at most 100,000,000, got 1,000,000,000,000"),
+        ({"eps": 0}, "eps.*positive, got 0"),
+        ({"weight_dropout": 1}, "weight_dropout.* 1, got 1"),
+        ({"max_length": 10**12}, "max_length.* 100,000,000, got 1,000,000,000,000"),
     ],
 )
 def test_options_that_leave_nothing(options, message):
@@ -317,7 +317,7 @@ def test_negative_statistics_are_not_loaded(name):
     layer(torch.randn(5, 6, 3))
     state = layer.state_dict()
     before = state[name].clone()
-    with pytest.raises(RuntimeError, match=rf"{name} must not be negative, got -2"):
+    with pytest.raises(RuntimeError, match=rf"{name}.*negative, got -2"):
         layer.load_state_dict({**state, name: torch.full_like(before, -2)})
     assert torch.equal(layer.state_dict()[name], before)
 
@@ -330,7 +330,7 @@ def test_statistics_that_are_not_finite_are_named(name, value):
     state = layer.state_dict()
     state[name] = state[name].clone()
     state[name][2, 3] = value
-    with pytest.warns(UserWarning, match=f"{name} .*not finite"):
+    with pytest.warns(UserWarning, match=rf"{name} .*not finite"):
         layer.load_state_dict(state)
 
 
@@ -341,7 +341,7 @@ def test_batches_with_nan_change_no_statistics():
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     bad = good.clone()
     bad[2, 1, 0] = torch.nan
-    with pytest.raises(ValueError, match="batches give statistics that are not finite"):
+    with pytest.raises(ValueError, match=r"statistics.*not finite"):
         rbn.update_population_stats(layer, [good, bad])
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -375,23 +375,23 @@ def test_batch_statistics_are_of_their_thread():
 def test_a_replaced_weight_of_another_shape_is_named():
     layer = rbn.BatchNormLSTM(3, 8)
     layer.weight_hh_l0 = torch.nn.Parameter(torch.randn(32, 7))
-    with pytest.raises(ValueError, match=r"weight_hh must have the shape \[32, 8\], got \[32, 7\]"):
+    with pytest.raises(ValueError, match=r"weight_hh.*shape.*\[32, 8\], got \[32, 7\]"):
         layer(torch.randn(4, 2, 3))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rbn.batch_statistics("x").__enter__(), "model must be a torch.nn.Module, got str"),
-        (lambda: rbn.average_population_stats(None), "model must be a torch.nn.Module, got None"),
-        (lambda: rbn.update_population_stats("x", []), "model must be a torch.nn.Module, got str"),
+        (lambda: rbn.batch_statistics("x").__enter__(), "model.*torch.nn.Module, got str"),
+        (lambda: rbn.average_population_stats(None), "model.*torch.nn.Module, got None"),
+        (lambda: rbn.update_population_stats("x", []), "model.*torch.nn.Module, got str"),
         (
             lambda: rbn.update_population_stats(rbn.BatchNormLSTM(3, 2), None),
-            "batches must be an iterable of inputs, such as a list, got None",
+            "batches.*iterable.*list, got None",
         ),
         (
             lambda: rbn.match_statistics(rbn.BatchNormLSTM(3, 2), 5),
-            "checkpoint must be a state dict or the path of a file, got int",
+            "checkpoint.*file, got int",
         ),
     ],
 )

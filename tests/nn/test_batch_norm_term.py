@@ -33,5 +33,5 @@ def test_a_single_position_has_no_variance_to_average_in(padded):
 
 
 def test_features_alone_are_no_minibatch():
-    with pytest.raises(ValueError, match=r"the last of size 3, got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"size 3, got shape \(3,\)"):
         BatchNormTerm(3)(torch.randn(3))

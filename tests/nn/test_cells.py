@@ -80,11 +80,11 @@ def test_shapes_and_one_row_without_a_batch(classes):
 
 def test_errors_of_cells():
     cell = rbn.BatchNormLSTMCell(3, 4)
-    with pytest.raises(ValueError, match=r"input must have shape \[B, 3\], got \(5, 6, 3\)"):
+    with pytest.raises(ValueError, match=r"input.*shape.*\[B, 3\], got \(5, 6, 3\)"):
         cell(torch.randn(5, 6, 3))
     with pytest.raises(RuntimeError, match="Expected 3, got 2"):
         cell(torch.randn(6, 2))
-    with pytest.raises(ValueError, match="step must not be negative"):
+    with pytest.raises(ValueError, match=r"step.*negative"):
         cell(torch.randn(6, 3), None, -1)
     with pytest.raises(RuntimeError, match=r"hidden\[0\] size \(6, 4\), got \[5, 4\]"):
         cell(torch.randn(6, 3), (torch.zeros(5, 4), torch.zeros(6, 4)))

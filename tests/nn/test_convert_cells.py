@@ -94,13 +94,13 @@ def test_copies_share_nothing_and_keep_what_is_frozen():
 
 def test_cells_that_make_no_layer():
     one, two = rbn.LSTMCell(3, 4), rbn.LSTMCell(3, 4)
-    with pytest.raises(ValueError, match="cell 1 must have input_size=4, got 3"):
+    with pytest.raises(ValueError, match=r"cell 1.*input_size.*4, got 3"):
         rbn.LSTM.from_cells([one, two])
-    with pytest.raises(ValueError, match="cells must have 2 for each layer, got 1"):
+    with pytest.raises(ValueError, match=r"cells.* 2.*got 1"):
         rbn.LSTM.from_cells([one], bidirectional=True)
-    with pytest.raises(ValueError, match="cells must have 1 for each layer, got 0"):
+    with pytest.raises(ValueError, match=r"cells.* 1.*got 0"):
         rbn.LSTM.from_cells([])
-    with pytest.raises(TypeError, match="cells must be of type BatchNormLSTMCell, got LSTMCell"):
+    with pytest.raises(TypeError, match=r"cells.*BatchNormLSTMCell, got LSTMCell"):
         rbn.BatchNormLSTM.from_cells([one])
     with pytest.raises(ValueError, match=r"zoneout=\(0\.0, 0\.0\) in cell 0 and \(0\.1, 0\.0\)"):
         rbn.LSTM.from_cells([one, rbn.LSTMCell(4, 4, zoneout=(0.1, 0.0))])

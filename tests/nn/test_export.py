@@ -197,9 +197,9 @@ def test_torchscript_is_refused(make):
     module = make(3, 6)
     x = torch.randn(4, 3) if make in CELLS else torch.randn(5, 4, 3)
     for model in (module, torch.nn.Sequential(module)):
-        with pytest.raises(RuntimeError, match=r"torch\.jit\.script does not .* torch\.export"):
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.script.*torch\.export"):
             torch.jit.script(model)
-        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace does not .* torch\.export"):
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace.*torch\.export"):
             torch.jit.trace(model, x)
     module(x)
 
@@ -214,5 +214,5 @@ def test_the_older_onnx_exporter_is_refused():
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.7 or newer")
 def test_an_untrained_layer_is_refused():
-    with pytest.raises(RuntimeError, match="no population statistics to export"):
+    with pytest.raises(RuntimeError, match="no population statistics"):
         torch.export.export(rbn.BatchNormLSTM(3, 4).eval(), (torch.randn(5, 6, 3),))

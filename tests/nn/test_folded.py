@@ -288,15 +288,15 @@ def test_stale_statistics_are_refreshed_first():
 
 
 def test_what_cannot_be_folded():
-    with pytest.raises(RuntimeError, match="BatchNormLSTM has no population statistics to fold"):
+    with pytest.raises(RuntimeError, match=r"BatchNormLSTM.*no population statistics"):
         rbn.fold(rbn.BatchNormLSTM(5, 7))
-    with pytest.raises(RuntimeError, match="no population statistics to fold"):
+    with pytest.raises(RuntimeError, match="no population statistics"):
         rbn.fold(Model(rbn.BatchNormLSTM(5, 7)))
-    with pytest.raises(ValueError, match="a BatchNormLSTM to fold, got Linear"):
+    with pytest.raises(ValueError, match=r"BatchNormLSTM.*got Linear"):
         rbn.fold(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, got int"):
         rbn.fold(3)
-    with pytest.raises(ValueError, match="ablations must be one of"):
+    with pytest.raises(ValueError, match="ablations must"):
         rbn.FoldedLSTM(5, 7, ablations=("shared_stats",))
 
 

@@ -104,9 +104,9 @@ def test_masks_of_an_estimate_leave_the_random_states_alone():
 
 
 def test_the_wrong_device_is_named():
-    with pytest.raises(RuntimeError, match="input at cuda:0 and the parameters at cpu"):
+    with pytest.raises(RuntimeError, match=r"cuda:0.*cpu"):
         rbn.BatchNormLSTM(3, 4)(torch.randn(6, 5, 3, device="cuda"))
-    with pytest.raises(RuntimeError, match="but the input is on cuda"), rbn.backend("cpu"):
+    with pytest.raises(RuntimeError, match=r"input .*cuda"), rbn.backend("cpu"):
         rbn.BatchNormLSTM(3, 4).cuda()(torch.randn(6, 5, 3, device="cuda"))
 
 

@@ -318,7 +318,7 @@ def test_frozen_layers_keep_and_use_their_statistics(train_mode):
     assert not model.first.training
     assert model.second.training
     model.second.eval(), model.unused.eval()
-    with pytest.raises(ValueError, match=r"every batch-normalized layer is frozen"):
+    with pytest.raises(ValueError, match="frozen"):
         rbn.update_population_stats(model, batches)
     assert rbn.update_population_stats(model.eval(), batches) == 3
 
@@ -338,7 +338,7 @@ def test_batches_that_are_none():
     layer = rbn.BatchNormLSTM(3, 4)
     with pytest.raises(ValueError, match="empty tuple or list"):
         rbn.update_population_stats(layer, [()])
-    with pytest.raises(TypeError, match=r"object cannot be moved to a device: .* forward="):
+    with pytest.raises(TypeError, match=r"object.*forward="):
         rbn.update_population_stats(layer, [object()], device="cpu")
 
 

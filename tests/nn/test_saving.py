@@ -114,7 +114,7 @@ def test_shapes_that_do_not_fit_are_named():
     assert not other.stats_h_l0.estimated
     bad = dict(layer.state_dict())
     bad["stats_c_l0.var"] = bad["stats_c_l0.var"][:2]
-    with pytest.raises(RuntimeError, match=r"stats_c_l0\.mean, var and count must have shapes"):
+    with pytest.raises(RuntimeError, match=r"stats_c_l0\.mean, var and count"):
         layer.load_state_dict(bad)
     del bad["stats_c_l0.var"]
     with pytest.raises(RuntimeError, match=r"Missing key.*stats_c_l0\.var"):
@@ -133,7 +133,7 @@ def test_max_length_limits_what_loads():
     assert roomy.stats_h_l0.mean.shape[0] == 9
     same(layer, roomy)
     tight = rbn.BatchNormLSTM(3, 4, 2, bidirectional=True, max_length=4)
-    with pytest.raises(RuntimeError, match=r"statistics of 5 steps.* 4 \(its max_length"):
+    with pytest.raises(RuntimeError, match=r"5 steps.* 4 .*max_length"):
         tight.load_state_dict(layer.state_dict())
     enough = rbn.BatchNormLSTM(3, 4, 2, bidirectional=True, max_length=5)
     enough.load_state_dict(roomy.state_dict())  # whose last four steps are empty

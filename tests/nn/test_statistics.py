@@ -236,7 +236,7 @@ def test_batches_without_statistics_change_nothing(rows):
 
 
 def test_one_tensor_is_no_batches():
-    with pytest.raises(TypeError, match="iterable of inputs, such as a list, got a Tensor"):
+    with pytest.raises(TypeError, match=r"iterable.*got a Tensor"):
         rbn.update_population_stats(trained(), torch.randn(6, 5, 3))
 
 

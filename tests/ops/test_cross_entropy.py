@@ -238,7 +238,7 @@ def test_a_graph_that_is_kept_and_one_that_is_differentiated():
     assert torch.equal(one, again)
     (grad,) = torch.autograd.grad(loss, w, create_graph=True)
     assert torch.equal(grad, one)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+    with pytest.raises(RuntimeError, match=r"linear_cross_entropy.*second derivative"):
         grad.sum().backward()
 
 
@@ -300,12 +300,12 @@ def test_transforms_of_torch_func():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum', got 'none'"),
-        ({"targets": torch.zeros(6)}, TypeError, "targets must be integers, got torch.float32"),
+        ({"reduction": "none"}, ValueError, "reduction.*'mean'.*'sum', got 'none'"),
+        ({"targets": torch.zeros(6)}, TypeError, "targets.*integers, got torch.float32"),
         (
             {"targets": torch.zeros(5, dtype=torch.int64)},
             ValueError,
-            r"targets must have the shape .* \[6\], got \[5\]",
+            r"targets.*shape.*\[6\], got \[5\]",
         ),
     ],
 )

@@ -69,7 +69,7 @@ def test_rows_of_several_processes_run_the_reference_alone(op):
     case = make_case(op, 2, 3, 2)
     with (
         rbn.backend("cpu"),
-        pytest.raises(RuntimeError, match=r'"cpu".* has no statistics over several processes'),
+        pytest.raises(RuntimeError, match=r'"cpu".* several processes'),
     ):
         call(case.with_options(group=object()))
 
@@ -120,7 +120,7 @@ def test_an_exception_ends_the_block_too():
 def test_an_unknown_name_is_refused_and_changes_nothing():
     with (
         rbn.backend("reference"),
-        pytest.raises(ValueError, match=r"backend must be one of reference, cpu.*, got 'cuda'"),
+        pytest.raises(ValueError, match=r"backend.*reference, cpu.*got 'cuda'"),
         rbn.backend("cuda"),
     ):
         pytest.fail("the block must not be entered")

@@ -222,7 +222,7 @@ def test_no_room_is_said_before_anything_starts(monkeypatch):
         term=term,
         sizes=((2,), 2, 1, 1, 32),
     )
-    with pytest.raises(RuntimeError, match="do not fit on the GPU at once"):
+    with pytest.raises(RuntimeError, match="do not fit on the GPU"):
         cuda_kernels._kernel_and_grid("forward", plan, ())  # 4 blocks for each of 2
     full.at_once = 8
     assert cuda_kernels._kernel_and_grid("forward", plan, ()) == (full, (4, 2))

@@ -218,7 +218,7 @@ def test_what_has_no_room_or_no_kernel_is_made_one_by_one(monkeypatch):
 def test_bad_arguments_are_named(launches):
     calls, _ = two_calls("lstm", torch.float32)
     calls = [calls[0], calls[1]._replace(bias=calls[1].bias[:-1])]
-    with pytest.raises(ValueError, match="bias must have the shape"), rbn.backend("gpu"):
+    with pytest.raises(ValueError, match=r"bias.*shape"), rbn.backend("gpu"):
         run(LSTM, calls)
     assert launches == []
 

@@ -109,9 +109,7 @@ def test_nothing_but_gradients_that_overflow(tmp_path):
     task = Overflowing()
     task.steps = range(2, 10**6)
     run = trainer(tmp_path, task, Schedule(100, evaluate_every=100))
-    with pytest.raises(
-        Diverged, match=r"diverged at step \d+: the last 50 gradients are not finite"
-    ):
+    with pytest.raises(Diverged, match=r"step \d+: .*50 gradients"):
         run.run()
     assert run.progress.skipped == 50  # including those since the last transfer to the host
 

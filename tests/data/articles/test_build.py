@@ -127,7 +127,7 @@ def test_held_out_articles(tmp_path):
     assert json.loads((tmp_path / "a" / "build.json").read_text())["split"] == "held-out"
     parts = [article(line, "held-out").part for line in file.read_text().splitlines()]
     assert parts[:500:2] == parts[1:500:2]
-    with pytest.raises(ValueError, match="split must be one of 'source', 'held-out', got 'half'"):
+    with pytest.raises(ValueError, match=r"split.*'source', 'held-out', got 'half'"):
         build(file, tmp_path / "b", split="half")
 
 
@@ -222,7 +222,7 @@ def test_entities_close_to_the_gap():
     ],
 )
 def test_what_is_no_gap_is_refused(text, question, count):
-    with pytest.raises(MalformedQuestion, match=f"must have one @placeholder, got {count}"):
+    with pytest.raises(MalformedQuestion, match=f"one @placeholder, got {count}"):
         anonymous(text, question, [])
 
 

@@ -214,9 +214,9 @@ def test_the_embedded_task():
         sentences = [s.split() for s in text.split(" .") if "@entity" in s]
         best = max(sentences, key=lambda s: len(set(s) & set(question.question)))
         assert best[0] == question.answer
-    with pytest.raises(ValueError, match="facts must be from 1 to 6, got 9"):
+    with pytest.raises(ValueError, match=r"facts.* 1.* 6, got 9"):
         cloze(facts=9)
-    with pytest.raises(TypeError, match="facts must be an integer, got str"):
+    with pytest.raises(TypeError, match=r"facts.*integer, got str"):
         cloze(facts="abc")
 
 
@@ -224,23 +224,23 @@ def test_the_embedded_task():
     "sizes", ["abc", tuple("abc"), [10, 10], [100, -5, 20], [9, 9, 2.5], 7, [True] * 3]
 )
 def test_bad_sizes(sizes):
-    with pytest.raises(ValueError, match="sizes must be three integers of at least 0, got "):
+    with pytest.raises(ValueError, match=r"sizes.* 0, got "):
         cloze(sizes)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
-        ({"batch_size": 2.5}, TypeError, "batch_size must be an integer, got float"),
-        ({"rename": "some"}, ValueError, "rename must be one of text, all"),
-        ({"longest": 0}, ValueError, "longest must be at least 1, got 0"),
-        ({"longest": -3}, ValueError, "longest must be at least 1, got -3"),
-        ({"longest": 2.5}, TypeError, "longest must be an integer, got float"),
-        ({"longest": "abc"}, TypeError, "longest must be an integer, got str"),
-        ({"padding": "abc"}, TypeError, "padding must be a number, got 'abc'"),
-        ({"padding": -0.1}, ValueError, "padding must lie between 0 and 1, got -0.1"),
-        ({"padding": float("nan")}, ValueError, "padding must lie between 0 and 1, got nan"),
+        ({"batch_size": 0}, ValueError, "batch_size.* 1"),
+        ({"batch_size": 2.5}, TypeError, "batch_size.*integer, got float"),
+        ({"rename": "some"}, ValueError, "rename.*text, all"),
+        ({"longest": 0}, ValueError, "longest.* 1, got 0"),
+        ({"longest": -3}, ValueError, "longest.* 1, got -3"),
+        ({"longest": 2.5}, TypeError, "longest.*integer, got float"),
+        ({"longest": "abc"}, TypeError, "longest.*integer, got str"),
+        ({"padding": "abc"}, TypeError, "padding.*number, got 'abc'"),
+        ({"padding": -0.1}, ValueError, "padding.* 0.* 1, got -0.1"),
+        ({"padding": float("nan")}, ValueError, "padding.* 0.* 1, got nan"),
     ],
 )
 def test_bad_options(reading, options, error, sentence):

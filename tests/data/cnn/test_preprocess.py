@@ -303,26 +303,24 @@ def test_a_folder_that_cannot_be_written(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root could write anywhere
     monkeypatch.setattr("rbn.data.cnn.preprocess.file_lock", None)
     prepared(folder, cache, Choice(), processes=1)
-    with pytest.raises(
-        PermissionError, match=r"cache has no up-to-date cache of the files .* set cache to"
-    ):
+    with pytest.raises(PermissionError, match=r"no up-to-date cache"):
         prepared(folder, cache, whole(), processes=1)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"min_count": "abc"}, TypeError, "min_count must be an integer, got str"),
-        ({"min_count": 0}, ValueError, "min_count must be at least 1, got 0"),
-        ({"words": 2.5}, TypeError, "words must be an integer, got float"),
-        ({"words": -1}, ValueError, "words must be at least 1, got -1"),
-        ({"sentences": 2.5}, TypeError, "sentences must be an integer, got float"),
-        ({"sentences": "four"}, TypeError, "sentences must be an integer, got str"),
-        ({"sentences": -1}, ValueError, "sentences must be at least 1, got -1"),
-        ({"sentences": 0}, ValueError, "at least 1, or None for whole documents, got 0"),
-        ({"renumber": "no"}, TypeError, "renumber must be True or False, got 'no'"),
-        ({"processes": 0}, ValueError, "processes must be at least 1, got 0"),
-        ({"processes": "all"}, TypeError, "processes must be an integer, got str"),
+        ({"min_count": "abc"}, TypeError, "min_count.*integer, got str"),
+        ({"min_count": 0}, ValueError, "min_count.* 1, got 0"),
+        ({"words": 2.5}, TypeError, "words.*integer, got float"),
+        ({"words": -1}, ValueError, "words.* 1, got -1"),
+        ({"sentences": 2.5}, TypeError, "sentences.*integer, got float"),
+        ({"sentences": "four"}, TypeError, "sentences.*integer, got str"),
+        ({"sentences": -1}, ValueError, "sentences.* 1, got -1"),
+        ({"sentences": 0}, ValueError, "sentences .*1, .*None .*got 0"),
+        ({"renumber": "no"}, TypeError, "renumber.*True.*False, got 'no'"),
+        ({"processes": 0}, ValueError, "processes.* 1, got 0"),
+        ({"processes": "all"}, TypeError, "processes.*integer, got str"),
     ],
 )
 def test_bad_settings_before_any_work(folder, tmp_path, monkeypatch, options, error, sentence):
@@ -345,7 +343,7 @@ def test_malformed_files_are_named_and_counted(folder, tmp_path):
 def test_a_part_of_malformed_files_alone(folder, tmp_path):
     for path in (folder / "test").iterdir():
         path.write_text("nothing")
-    with pytest.raises(ValueError, match=r"no file of test is a valid question.*0000\.question: "):
+    with pytest.raises(ValueError, match=r"no file of test .*0000\.question: "):
         prepared(folder, tmp_path / "cache", Choice(), processes=1)
 
 
@@ -410,13 +408,11 @@ def test_by_name(folder, tmp_path):
     with pytest.raises(DataNotFound, match="cnn is not in"):
         load_questions("cnn", root=moved.parent, sentences=2)
     assert (tmp_path / "elsewhere").is_dir()
-    with pytest.raises(ValueError, match="unknown question set 'bbc': choose from cnn, dailymail"):
+    with pytest.raises(ValueError, match=r"'bbc'.* cnn, dailymail"):
         load_questions("bbc", root=root)
-    with pytest.raises(
-        DataNotFound, match=r"dailymail is not in .*: download .* knows no checksum"
-    ):
+    with pytest.raises(DataNotFound, match=r"dailymail is not in .*checksum"):
         load_questions("dailymail", root=root)
-    with pytest.raises(DataNotFound, match="make it with rbn data build-cloze --articles"):
+    with pytest.raises(DataNotFound, match="rbn data build-cloze --articles"):
         load_questions("cnn-built", root=root)
     (root / "cnn-built" / "questions").mkdir(parents=True)
     with pytest.raises(DataNotFound, match=r"the build of .* did not finish"):

@@ -34,7 +34,7 @@ def test_the_papers_lines_are_the_papers():
     assert curves.paper_lines("fig2-pmnist")["BN-LSTM"].x[-1] == 100_000
     assert len(curves.paper_lines("fig1a")) == 10
     assert "arXiv:1603.09025" in curves.source()
-    with pytest.raises(ValueError, match=r"figure must be one of .* got 'fig9'"):
+    with pytest.raises(ValueError, match=r"figure.* got 'fig9'"):
         curves.paper_lines("fig9")
 
 
@@ -206,7 +206,7 @@ def test_the_sweep_on_images(tmp_path):
 def test_a_curve_without_one_of_its_columns_is_refused(tmp_path):
     table = publish(tmp_path).with_suffix(".csv")
     table.write_text(table.read_text().replace("valid_batch", "else"))
-    with pytest.raises(ValueError, match=r"is not a learning curve: it has no column valid_batch"):
+    with pytest.raises(ValueError, match=r"learning curve.*valid_batch"):
         read_results(tmp_path)
 
 
@@ -265,7 +265,7 @@ def test_counts_come_back_from_a_file(tmp_path):
     assert counts[0].cells[4:] == ("15.0", "80.0", "65.3")
     assert counts[1].cells[1] == "whole documents"
     (tmp_path / "cnn-built" / "questions-2.json").write_text('{"parts": [{}], "command": ""}')
-    with pytest.raises(ValueError, match=r"questions-2\.json does not contain question baselines"):
+    with pytest.raises(ValueError, match=r"questions-2\.json"):
         read_counts(tmp_path)
 
 
@@ -353,7 +353,7 @@ def test_results_that_are_none(tmp_path):
 def test_results_with_a_wrong_value(name, value, said, tmp_path):
     path = publish(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(ValueError, match=rf"seed1\.json is not the result of a run: {said}"):
+    with pytest.raises(ValueError, match=rf"seed1\.json .*{said}"):
         read_results(tmp_path)
 
 

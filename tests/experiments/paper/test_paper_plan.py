@@ -54,11 +54,11 @@ def test_recipes():
 
 
 def test_what_is_not_known():
-    with pytest.raises(ValueError, match=r"target must be one of table1, .* got 'table9'"):
+    with pytest.raises(ValueError, match=r"target.*table1, .* got 'table9'"):
         plan.jobs("table9")
-    with pytest.raises(ValueError, match="recipe must be one of short, paper, quick, got 'long'"):
+    with pytest.raises(ValueError, match=r"recipe.*short, paper, quick, got 'long'"):
         plan.jobs("table1", "long")
-    with pytest.raises(ValueError, match="questions must be one of cnn-built, cnn, got 'squad'"):
+    with pytest.raises(ValueError, match=r"questions.*cnn-built, cnn, got 'squad'"):
         plan.jobs("table4", "short", "squad")
 
 

@@ -126,50 +126,50 @@ def test_a_config_lies_beside_its_sweep(make, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"spaec": 1}, "unknown key 'spaec'; there are config, model"),
+        ({"spaec": 1}, "'spaec'.* config, model"),
         ({"config": "none.yaml"}, r"cannot read .*none\.yaml"),
-        ({"space": {}}, "space must name settings"),
+        ({"space": {}}, "space.*settings"),
         ({"space": []}, "space is empty"),
-        ({"space": {"optimizer.lr": 0.1}}, "optimizer.lr must be a list of values or a range"),
+        ({"space": {"optimizer.lr": 0.1}}, "optimizer.lr.*list.*range"),
         ({"space": {"optimizer.lr": []}}, "optimizer.lr has no values"),
         ({"space": {"optimizer.lr": [1, 1]}}, "optimizer.lr has 1 twice"),
         ({"space": {"optimizer.lr": [[1]]}}, "numbers, words, true, false or null"),
-        ({"space": {"optimizer.lr": ["fast"]}}, "space: optimizer.lr='fast' is not valid"),
-        ({"space": {"optimizer.lr": [0.1, -1.0]}}, "optimizer.lr=-1.0 is not valid: .*-1.0"),
-        ({"space": {"optimizer.beta": [1]}}, "optimizer.beta=1 is not valid: .*optimizer.betas"),
-        ({"space": {"layer.foo": [1]}}, "layer.foo=1 is not valid: .*'layer.foo'"),
+        ({"space": {"optimizer.lr": ["fast"]}}, "space: optimizer.lr='fast' "),
+        ({"space": {"optimizer.lr": [0.1, -1.0]}}, "optimizer.lr=-1.0 .*-1.0"),
+        ({"space": {"optimizer.beta": [1]}}, "optimizer.beta=1 .*optimizer.betas"),
+        ({"space": {"layer.foo": [1]}}, "layer.foo=1 .*'layer.foo'"),
         ({"space": {"depth": [1]}}, "there is no setting 'depth'"),
-        ({"space": {"model": ["gru"]}}, "model='gru' is not valid: model must be one of"),
-        ({"space": {"patience": [0]}}, "patience must be an integer of at least 1, got 0"),
-        ({"space": {"epochs": [3]}}, "epochs is both set and in the space"),
-        ({"space": {"optimizer.lr": {"low": 1, "high": 2}}}, "is a range; a grid needs a list"),
-        ({"sampler": "cma"}, "sampler must be one of grid, random, tpe, got 'cma'"),
-        ({"sampler": {"name": "tpe", "n_start": 1}}, "options of the sampler tpe are not valid"),
-        ({"sampler": {"name": "random", "seed": 1}}, "seed is set by the sweep"),
-        ({"sampler": {"name": "grid", "order": 1}}, "options of the sampler grid are not valid"),
-        ({"pruner": "often"}, "pruner must be one of none, median"),
-        ({"pruner": {"name": "median", "after": 1}}, "options of the pruner median are not valid"),
+        ({"space": {"model": ["gru"]}}, "model='gru' .*lstm"),
+        ({"space": {"patience": [0]}}, "patience.* 1, got 0"),
+        ({"space": {"epochs": [3]}}, "epochs .*both"),
+        ({"space": {"optimizer.lr": {"low": 1, "high": 2}}}, "optimizer.lr .*grid"),
+        ({"sampler": "cma"}, "sampler.*grid, random, tpe, got 'cma'"),
+        ({"sampler": {"name": "tpe", "n_start": 1}}, "sampler tpe"),
+        ({"sampler": {"name": "random", "seed": 1}}, "seed "),
+        ({"sampler": {"name": "grid", "order": 1}}, "sampler grid"),
+        ({"pruner": "often"}, "pruner.*none, median"),
+        ({"pruner": {"name": "median", "after": 1}}, "pruner median"),
         (
             {"pruner": {"name": "percentile", "percentile": 120.0}},
-            "pruner percentile are not valid",
+            "pruner percentile",
         ),
-        ({"sampler": "random"}, "trials is missing: the number of trials for random"),
-        ({"sampler": "tpe", "trials": 0}, "trials must be an integer of at least 1, got 0"),
+        ({"sampler": "random"}, "trials .*random"),
+        ({"sampler": "tpe", "trials": 0}, "trials.* 1, got 0"),
         ({"sampler": "tpe", "trials": 2, "space": [{"clip": [1]}] * 2}, "list of spaces is for"),
-        ({"trials": 3}, "trials must be at most the grid's 2, got 3"),
-        ({"seed": -1}, "seed must be an integer from 0 to 9223372036854775807, got -1"),
-        ({"seed": 2**63}, f"seed must be an integer from 0 .* got {2**63}"),
-        ({"seed": True}, "seed must be an integer"),
-        ({"heartbeat": 0}, "heartbeat must be a positive number of seconds, got 0"),
-        ({"set": [1]}, "set must contain settings by name"),
+        ({"trials": 3}, "trials.* 2, got 3"),
+        ({"seed": -1}, "seed.* 0.* 9223372036854775807, got -1"),
+        ({"seed": 2**63}, f"seed.* 0.*{2**63}"),
+        ({"seed": True}, "seed.*integer"),
+        ({"heartbeat": 0}, "heartbeat.*positive.*number.*got 0"),
+        ({"set": [1]}, "set.*settings"),
         ({"set": {1: 2}}, "there is no setting '1'"),
-        ({"set": {"task": "pydoc"}}, "set: the task cannot be changed: the config sets it"),
-        ({"space": {"task": ["digits", "pydoc"]}}, "space: the task cannot be changed"),
-        ({"space": [{"clip": [1]}, {"task": ["digits"]}]}, "space: the task cannot be changed"),
-        ({"model": ["a"]}, "model must be one of lstm"),
-        ({"set": {"model": ["a"]}}, "model must be one of lstm"),
+        ({"set": {"task": "pydoc"}}, "set: .*task"),
+        ({"space": {"task": ["digits", "pydoc"]}}, "space: .*task"),
+        ({"space": [{"clip": [1]}, {"task": ["digits"]}]}, "space: .*task"),
+        ({"model": ["a"]}, "model.*lstm"),
+        ({"set": {"model": ["a"]}}, "model.*lstm"),
         ({"space": {"optimizer.capturable": [True]}}, "optimizer.capturable cannot be set"),
-        ({"space": {"optimizer.eps": ["abc"]}}, "optimizer.eps must be a number, got 'abc'"),
+        ({"space": {"optimizer.eps": ["abc"]}}, "optimizer.eps.*number, got 'abc'"),
         ({"set": {"optimizer.x.y": 1}}, r"there is no setting 'optimizer\.x\.y'"),
         (
             {"space": {"patience": list(range(1, 102)), "clip": list(range(1, 102))}},
@@ -200,17 +200,17 @@ def test_mistakes_are_named(content, message, make):
     ],
 )
 def test_mistakes_in_ranges(given, message, make):
-    with pytest.raises(ValueError, match=f"clip.*{message}"):
+    with pytest.raises(ValueError, match=rf"clip.*{message}"):
         make(sampler="random", trials=1, space={"clip": given})
 
 
 def test_the_task_is_not_set_on_the_command_line_either(make):
-    with pytest.raises(ValueError, match="set: the task cannot be changed"):
+    with pytest.raises(ValueError, match=r"set: .*task"):
         make(settings=["task=pydoc"])
 
 
 def test_no_such_file():
-    with pytest.raises(ValueError, match=r"no file no-such, and no such sweep: .*ptb-table5"):
+    with pytest.raises(ValueError, match=r"no-such.*ptb-table5"):
         sweep_file.read("no-such")
 
 
@@ -218,7 +218,7 @@ def test_the_command_lines_number_of_trials_counts(make, tmp_path):
     make("counted", trials=2)
     path = str(tmp_path / "counted.yaml")
     assert [sweep_file.read(path, (), n).trials for n in (None, 1)] == [2, 1]
-    with pytest.raises(ValueError, match="trials must be at most the grid's 2, got 4"):
+    with pytest.raises(ValueError, match=r"trials.* 2, got 4"):
         sweep_file.read(path, (), 4)
 
 

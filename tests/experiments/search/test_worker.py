@@ -217,7 +217,7 @@ def test_what_fails_is_told_and_the_others_go_on(make, start):
 def test_many_failures_in_a_row_stop_the_worker(make, start):
     space = {"batch_size": [5000, 5001, 5002, 5003]}
     worker, _ = start(make(space=space, set={"hidden_size": 4, "epochs": 1}))
-    with pytest.raises(TooManyFailed, match="3 trials in a row failed, the last with ValueError"):
+    with pytest.raises(TooManyFailed, match=r"3 trials .*ValueError"):
         worker.work()
     assert states(worker.job.sweep, worker.job.storage) == ["failed"] * 3
 

@@ -61,14 +61,14 @@ def main(*capabilities):
 
 def launch_normalized_lstms():
     options = calm("bn_lstm") | {"lengths": "random", "zoneout": ("mask", 0.3)}
-    differentiate(make_case("bn_lstm", 2, 9, 17, dtype=torch.float32, **options), "gpu")
-    for op in ("bn_lstm", "ln_lstm"):
-        differentiate(make_case(op, 1, 9, 17, dtype=torch.bfloat16, **calm(op)), "gpu")
+    differentiate(make_case("bn_lstm", 2, 9, 17, dtype=torch.bfloat16, **options), "gpu")
+    differentiate(make_case("ln_lstm", 1, 9, 17, dtype=torch.bfloat16, **calm("ln_lstm")), "gpu")
 
 
 def launch_others():
-    for half in (torch.float16, torch.bfloat16):
-        differentiate(make_case("lstm", 2, 200, 60, dtype=half), "gpu")
+    for dtype in (torch.float32, torch.float16):
+        differentiate(make_case("lstm", 2, 200, 60, dtype=dtype), "gpu")
+    half = torch.bfloat16
     for op in ("bn_rnn", "bn_gru"):
         differentiate(make_case(op, 1, 9, 17, dtype=half, **calm(op)), "gpu")
     grad = torch.zeros(100, 64, dtype=half)

@@ -26,8 +26,13 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/c
 demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
 	$(BIN)/rbn demo $(if $(filter 1,$(PERMUTED)),--permuted)
 
-test: lint ## Run the checks and all tests, with coverage
-	$(BIN)/python -m pytest -n auto --dist worksteal --timeout=600 --durations=20 --cov=rbn --cov-fail-under=90
+# mypy uses one core for a minute, so the tests do not wait for it.
+test: install ## Run the checks and all tests, with coverage
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -n auto --dist worksteal --timeout=600 --durations=20 --cov=rbn --cov-fail-under=90; \
+	tests=$$?; wait $$types && exit $$tests
 
 test-fast: install ## Run one case of each kind of every test that is not slow, without lint and coverage
 	$(BIN)/python -m pytest --fast -n auto --dist worksteal --timeout=600

@@ -14,12 +14,12 @@ inline unsigned short to_half(float v) {
   const unsigned u = __float_as_uint(v), sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
   if (size > 0x7f800000) return 0x7fff;
   if (size >= 0x477ff000) return sign | 0x7c00;
-  if (size < 0x38800000) return sign | unsigned(std::nearbyint(std::ldexp(__uint_as_float(size), 24)));
+  if (size < 0x38800000) return sign | unsigned(nearbyintf(ldexpf(__uint_as_float(size), 24)));
   return sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10));
 }
 inline float from_half(unsigned short bits) {
   const unsigned exponent = bits >> 10 & 31, fraction = bits & 1023, sign = (bits & 0x8000) << 16;
-  if (!exponent) return std::ldexp(bits & 0x8000 ? -float(fraction) : float(fraction), -24);
+  if (!exponent) return ldexpf(bits & 0x8000 ? -float(fraction) : float(fraction), -24);
   return __uint_as_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
 }
 #endif
@@ -56,13 +56,13 @@ inline void wait_until(const u32* counter, u32 arrivals) {
 }
 
 // In place of exp2_:
-inline float exp2_(float x) { return std::exp2(x); }
+inline float exp2_(float x) { return exp2f(x); }
 
 // In place of inverse:
 inline float inverse(float x) { return 1.0f / x; }
 
 // In place of tanh_:
-inline float tanh_(float x) { return std::tanh(x); }
+inline float tanh_(float x) { return tanhf(x); }
 
 // In place of multiply:
 inline float dot16(u32 a, u32 b) {
@@ -121,10 +121,10 @@ inline u32 turn(u32 v) {
 inline float pick(bool first, float x, float y) { return first ? x : y; }
 
 // In place of tanh_of:
-inline float tanh_of(float x) { return std::tanh(x); }
+inline float tanh_of(float x) { return tanhf(x); }
 
 // In place of rsqrt_:
-inline float rsqrt_(float x) { return 1.0f / std::sqrt(x); }
+inline float rsqrt_(float x) { return 1.0f / sqrtf(x); }
 
 // In place of in_block:
 inline u32 offset_of(u32 address) { return address & ((1u << RANK_AT) - 1); }

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from marked_numbers import numbers_at, text_at
 
 ROOT = Path(__file__).parents[1]
+EXPERIMENTS = "docs/lab-notes/experiments.md"
 
 
 @pytest.mark.parametrize("model", ["lstm", "bn-lstm"])
@@ -107,9 +109,11 @@ def test_what_is_said_of_the_settings_of_the_authors_code():
     assert f"| `mnist-code` | 500 | {lstm} | {min(found):,} to {max(found):,} | |" in page
     with (ROOT / "results/mnist/lstm-code-seed3.csv").open(newline="") as file:
         rows = {int(r["step"]): float(r["valid_population"]) for r in csv.DictReader(file)}
-    assert f"fell from {100 * rows[57_000]:.1f} to {100 * rows[57_500]:.1f} % after 57,500" in page
-    gains = [accuracy("pmnist", model, "code") - accuracy("pmnist", model) for model in MODELS]
-    assert "the LSTM by {:.1f} points and the BN-LSTM by {:.1f}".format(*gains) in page
+    fall = [f"{100 * rows[step]:.1f}" for step in (57_000, 57_500)]
+    assert numbers_at(EXPERIMENTS, "code-fall", 2) == fall
+    for model in MODELS:
+        gain = accuracy("pmnist", model, "code") - accuracy("pmnist", model)
+        assert numbers_at(EXPERIMENTS, f"code-gain-{model}") == [f"{gain:.1f}"]
     every = [
         json.loads(path.read_text()) for path in (ROOT / "results").glob("*/*-code-seed*.json")
     ]
@@ -123,16 +127,12 @@ def test_the_steps_to_95_percent_are_those_of_the_files():
         {steps_to(0.95, f"{name}-seed{seed}") for seed in (1, 2, 3)}
         for name in ("lstm", "bn-lstm", "lstm-rmsprop", "bn-lstm-rmsprop")
     )
-    readme, page = (
-        " ".join((ROOT / name).read_text().split())
-        for name in ("docs/results/index.md", "docs/lab-notes/experiments.md")
-    )
+    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     slow = f"{min(lstm):,} to {max(lstm):,}"
     fast = max(bn_lstm)
-    assert (
-        f"MNIST in order within {fast:,} steps (population statistics) where the LSTM takes {slow}"
-        in readme
-    )
+    index = "docs/results/index.md"
+    assert numbers_at(index, "steps-bn-lstm") == [f"{fast:,}"]
+    assert numbers_at(index, "steps-lstm", 2) == [f"{min(lstm):,}", f"{max(lstm):,}"]
     found = {steps_to(0.95, f"bn-lstm-seed{seed}", "valid_batch") for seed in (1, 2, 3)}
     minibatch = f"{min(found):,} to {max(found):,}"
     assert f"| `mnist` | 500 | {slow} | {min(bn_lstm):,} to {fast:,} | {minibatch} |" in page
@@ -154,10 +154,7 @@ def test_penn_treebanks_curve_is_as_near_to_the_papers_as_said(model, name):
     paper = paper_lines("fig3a")[name]
     assert [round(x / 790) for x in paper.x[: len(ours)]] == list(range(1, len(ours) + 1))
     apart = max(abs(a - b) for a, b in zip(ours, paper.y, strict=False))
-    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
-    (said,) = re.findall(
-        rf"within (0\.\d+)(?: bits of the paper's line at every epoch)? for the {name}\b", page
-    )
+    (said,) = numbers_at(EXPERIMENTS, f"ptb-apart-{model}")
     assert apart <= float(said) < apart + 0.003
 
 
@@ -189,10 +186,11 @@ def test_the_accuracy_of_the_lstm_past_the_paper_is_that_of_the_files():
     assert "| {} (1, two more diverged, at best {} and {}) |".format(*best) in page
     assert f"| {best[0]} % (1 of 3 seeds) |" in (ROOT / "docs/results/index.md").read_text()
     for run in (first, second):
-        assert f"seed {run['seed']} at step {run['diverged_at']:,}" in page
-    for name, start in (("lstm-beyond", "the LSTM had"), ("bn-lstm-zoneout-0.3", "the BN-LSTM")):
-        found = (after(30_000, f"{name}-seed{seed}") for seed in (1, 2, 3))
-        assert f"{start} " + "{}, {} and {} %".format(*found) in page
+        step = f"{run['diverged_at']:,}"
+        assert numbers_at(EXPERIMENTS, f"diverged-seed-{run['seed']}") == [step]
+    for name in ("lstm-beyond", "bn-lstm-zoneout-0.3"):
+        found = [after(30_000, f"{name}-seed{seed}") for seed in (1, 2, 3)]
+        assert numbers_at(EXPERIMENTS, name, 3) == found
     for run in every:
         assert run["config"] == shipped_beyond("pmnist", "beyond", "lstm")
 
@@ -352,10 +350,8 @@ def test_how_many_runs_without_momentum_there_are():
     ]
     runs = [run for run in every if run["tag"] in ("", "rmsprop")]
     assert {run["diverged_at"] for run in runs} == {None}
-    usage = " ".join((ROOT / "docs/reference/index.md").read_text().split())
-    assert f"none of {len(runs)} runs ended diverged" in usage
-    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
-    assert f"none of {len(runs)} runs diverged" in page
+    for page in ("docs/reference/index.md", EXPERIMENTS):
+        assert numbers_at(page, "paper-runs") == [str(len(runs))]
 
 
 def row_of(page, first):
@@ -419,16 +415,13 @@ def test_what_averaged_statistics_cost():
 
 
 def test_longer_windows_on_the_page_about_steps():
-    page = " ".join((ROOT / "docs/explanation/per-step-statistics.md").read_text().split())
+    page = "docs/explanation/per-step-statistics.md"
     bits = line_of_figure("fig3b", "Penn Treebank", "BN-LSTM population statistics")
-    assert f"{bits[100]:.3f} bits per character on windows of 100, {bits[1000]:.3f} on" in page
+    for length in (100, 1000):
+        assert numbers_at(page, f"windows-{length}") == [f"{bits[length]:.3f}"]
     with (ROOT / "docs/report/fig5.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    for panel, step, said in (
-        ("recurrent mean", 10, "within 3 %"),
-        ("cell mean", 10, "differ by 45 %"),
-        ("cell mean", 50, "by 5 %"),
-    ):
+    for panel, step in (("recurrent mean", 10), ("cell mean", 10), ("cell mean", 50)):
         lines = {}
         for row in rows:
             if row["panel"] == panel:
@@ -436,20 +429,17 @@ def test_longer_windows_on_the_page_about_steps():
         ends = [sum(line[-20:]) / 20 for line in lines.values()]
         away = sum(abs(line[step] - end) for line, end in zip(lines.values(), ends, strict=True))
         share = 100 * away / sum(map(abs, ends))
-        number = int(re.search(r"\d+", said).group())
-        assert said in page
-        assert share < number if said.startswith("within") else round(share) == number
+        (said,) = map(int, numbers_at(page, f"{panel.replace(' ', '-')}-{step}"))
+        assert share < said <= share + 1 if panel == "recurrent mean" else round(share) == said
 
 
 def test_other_gammas_and_constant_steps():
-    page = " ".join((ROOT / "docs/explanation/gamma.md").read_text().split())
     found = json.loads((ROOT / "results/findings/small-gamma.json").read_text())
     assert [row[4] for row in found["rows"]] == ["0"] * 3
     for gamma, accuracy, *_ in found["rows"]:
-        assert f"{accuracy} % at {gamma}" in page
-    page = " ".join((ROOT / "docs/explanation/constant-steps.md").read_text().split())
+        assert numbers_at("docs/explanation/gamma.md", f"gamma-{gamma}") == [accuracy]
     found = json.loads((ROOT / "results/findings/no-noise.json").read_text())
     (without,) = [row for row in found["rows"] if row[0] == "0"]
     assert without[1] == "nan"
     assert without[3] == "0"
-    assert "with 100 black pixels in front is NaN" in page
+    assert text_at("docs/explanation/constant-steps.md", "no-noise").startswith("NaN")

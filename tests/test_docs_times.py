@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marked_numbers import numbers_at, text_at
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,22 +67,28 @@ def test_the_ranges_on_a_gpu_are_those_of_the_file():
         float(bn["fwdbwd_ms"]) / float(plain["fwdbwd_ms"])
         for bn, plain in zip(own["BatchNormLSTM"], own["LSTM"], strict=True)
     ]
-    page = " ".join((ROOT / "docs/explanation/kernels.md").read_text().split())
+    page = "docs/explanation/kernels.md"
     earlier = bench("doc_tables").read("gpu-sweeps.csv")
     loops = [
         1 / float(earlier[shape, "bf16", bench("gpu_rows").COMPILED]["times_as_fast"])
         for shape in bench("gpu_rows").SHAPES
     ]
-    assert f"takes {min(loops):.0f} to {max(loops):.0f} times as long as cuDNN's" in page
-    assert f"{min(speeds):.1f} to {max(speeds):.1f} times as fast as cuDNN's" in page
-    assert f"takes {min(more):.1f} to {max(more):.1f} times as long as one of our" in page
+    for name, values, digits in (
+        ("compiled-loop", loops, 0),
+        ("beside-cudnn", speeds, 1),
+        ("beside-our-lstm", more, 1),
+    ):
+        ends = [f"{end(values):.{digits}f}" for end in (min, max)]
+        assert numbers_at(page, name, 2) == ends, name
 
 
 def test_what_was_checked_on_a_gpu_is_in_the_file():
     found = json.loads((ROOT / "benchmarks/results/gpu-tests.json").read_text())
-    page = " ".join((ROOT / "docs/lab-notes/kernels.md").read_text().split())
-    ran = f"In the run of commit {found['commit']} all {found['passed']} tests passed, in "
-    assert f"{ran}{found['seconds']:.0f} s" in page
+    notes = "docs/lab-notes/kernels.md"
+    page = " ".join((ROOT / notes).read_text().split())
+    assert text_at(notes, "tests-commit").startswith(found["commit"])
+    assert numbers_at(notes, "tests-passed") == [str(found["passed"])]
+    assert numbers_at(notes, "tests-seconds") == [f"{found['seconds']:.0f}"]
     for name, one in found["first_call"].items():
         assert f"{one['seconds']:.0f} s for {name.split(',')[0]}'s" in page
     assert found["tests"] == found["passed"]
@@ -111,15 +118,10 @@ def test_what_a_step_takes_beside_its_layer():
             (row["task"], row["model"]): float(row["overhead"]) for row in csv.DictReader(file)
         }
     assert max(found.values()) <= 0.15
-    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
-    (numbers,) = re.findall(
-        r"takes ([\d.]+) % more on Penn Treebank for the BN-LSTM and ([\d.]+) % for the LSTM, "
-        r"and ([\d.]+) and ([\d.]+) % on text8",
-        page,
-    )
-    order = [(task, model) for task in ("ptb", "text8") for model in ("bn-lstm", "lstm")]
-    for number, which in zip(numbers, order, strict=True):
-        assert float(number) == pytest.approx(100 * found[which], abs=0.5), which
+    for task in ("ptb", "text8"):
+        for model in ("bn-lstm", "lstm"):
+            (number,) = numbers_at("docs/lab-notes/experiments.md", f"loop-{task}-{model}")
+            assert float(number) == pytest.approx(100 * found[task, model], abs=0.5), (task, model)
 
 
 def test_the_times_of_the_simple_rnn_are_those_of_the_file():

@@ -107,7 +107,7 @@ def test_outside_a_clone_everything_is_in_one_folder(
     done = call("report")
     assert done.output.startswith("rbn: no results of the paper's tasks in runs/results")
     (tmp_path / "elsewhere/runs/results/mnist").mkdir()
-    published = Path(__file__).parents[1] / "results/mnist"
+    published = Path(__file__).parents[2] / "results/mnist"
     for name in ("lstm-seed1.json", "lstm-seed1.csv"):
         shutil.copy(published / name, "runs/results/mnist")
     done = call("report")

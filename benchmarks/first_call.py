@@ -6,8 +6,11 @@ averages), then a call in evaluation mode; then the same for other shapes: "long
 
 Without a GPU the kernels are compiled for an H200 but not launched, and matrix products do nothing.
 The time is then that of the host: Python, NVRTC and Triton, without CUDA's own start. Each compiled
-kernel is listed with its seconds. Appends to benchmarks/results/first-call.csv (the steps) and
-first-call-kernels.csv.
+kernel is listed with its seconds.
+
+seconds is what a user waits; cpu_seconds the time of the processor, and busiest_thread that of the
+busiest thread, which other work on the machine changes little. Appends to
+benchmarks/results/first-call.csv (the calls) and first-call-kernels.csv.
 """
 
 import argparse
@@ -47,8 +50,8 @@ ALL = {name: (SHAPES | OTHERS)[name] for name in NAMES}
 LAYERS = ("BatchNormLSTM", "LSTM", "LayerNormLSTM", "BatchNormRNN")
 H200 = types.SimpleNamespace(multi_processor_count=132)
 STEPS = (
-    *("layer", "shape", "precision", "call", "seconds", "cpu_seconds", "nvrtc", "triton"),
-    *("device", "cpu", "versions", "commit", "date"),
+    *("layer", "shape", "precision", "call", "seconds", "cpu_seconds", "busiest_thread"),
+    *("nvrtc", "triton", "device", "cpu", "versions", "commit", "date"),
 )
 KERNELS = (
     *("layer", "shape", "precision", "call", "compiler", "kernel", "specialization", "seconds"),
@@ -83,22 +86,17 @@ def _average_in(traced, kernel, terms, momentum, seen):
     return kernel(terms, momentum)
 
 
-def _timed(function):
-    """The function's result, the seconds it took, and those of the processor.
-
-    The latter include the processes that it waited for, such as ptxas.
-    """
-    began, used, children = time.perf_counter(), time.thread_time(), _children_time()
+def _timed(function, processor_time):
+    """The function's result, the seconds it took, and those of the processor."""
+    began, used = time.perf_counter(), processor_time()
     result = function()
-    used = time.thread_time() - used + _children_time() - children
-    return result, [round(time.perf_counter() - began, 3), round(used, 3)]
+    seconds = time.perf_counter() - began, processor_time() - used
+    return result, [round(number, 3) for number in seconds]
 
 
 def compile_only(compiled):
     """Make this process compile for an H200 and launch nothing; record what it compiles."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver as triton_driver
-    from triton.runtime.jit import JITFunction
+    from rbn.ops.gpu.runtime import direct_launch, triton_compiler
 
     modules = {
         name: importlib.import_module(f"rbn.ops.gpu.{name}")
@@ -109,43 +107,45 @@ def compile_only(compiled):
         )
     }
     nvrtc, averages = modules["runtime.nvrtc"], importlib.import_module("rbn.nn.statistics")
-    compile_source, run, library = nvrtc.compile_source, JITFunction.run, find_nvrtc()
-    known = set()
+    compile_source, compile_kernel = nvrtc.compile_source, triton_compiler._compiled
+    library, known = find_nvrtc(), set()
 
     def recorded_source(text, name, defines, arch):
         specialization = " ".join(f"{key}={value}" for key, value in sorted(defines.items()))
-        code, seconds = _timed(lambda: compile_source(text, name, defines, arch))
+        code, seconds = _timed(lambda: compile_source(text, name, defines, arch), time.thread_time)
         compiled.append(["nvrtc", name, f"{arch} {specialization}", *seconds])
         return code
 
-    def recorded_run(kernel, *args, grid, warmup, **options):
-        """Returns None, so that nothing is launched or cached."""
-        result, seconds = _timed(lambda: run(kernel, *args, grid=grid, warmup=True, **options))
+    def recorded_kernel(*arguments):
+        result, seconds = _timed(lambda: compile_kernel(*arguments), _main_time)
         if result.hash not in known:
             known.add(result.hash)
-            constants = {kernel.arg_names[k[0]]: v for k, v in result.src.constants.items()}
-            by16 = [kernel.arg_names[k[0]] for k, v in result.src.attrs.items() if v]
+            names = result.src.fn.arg_names
+            constants = {names[k[0]]: v for k, v in result.src.constants.items()}
+            by16 = [names[k[0]] for k, v in result.src.attrs.items() if v]
             numbers = [n for n in by16 if not result.src.signature[n].startswith("*")]
             text = " ".join(f"{k}={v}" for k, v in constants.items())
             text += f" | multiples of 16: {' '.join(numbers)}" if numbers else ""
-            compiled.append(["triton", kernel.__name__, text, *seconds])
+            compiled.append(["triton", result.src.fn.__name__, text, *seconds])
+        return result
 
-    card = types.SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    )
-    triton_driver.set_active(card)
+    def launcher(*arguments):
+        return lambda *addresses: None
+
     os.environ["TRITON_INTERPRET"] = "1"  # else tensors on the CPU are rejected
     average_in = functools.partial(
         _average_in, averages.average_in, modules["running_average"].average_in
     )
     patches = [
-        (JITFunction, "run", recorded_run),
+        (triton_compiler, "_compiled", recorded_kernel),
+        (direct_launch, "kinds_of", lambda *arguments: []),
+        (direct_launch, "launcher", launcher),
+        (direct_launch, "launcher_at", launcher),
         (nvrtc, "compile_source", recorded_source),
         (nvrtc, "library", lambda: library),
         (modules["lstm.term"].Term, "is_cuda", True),
         (averages, "average_in", average_in),
+        (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "get_device_properties", lambda device: H200),
@@ -202,18 +202,24 @@ def one(layer, shape, precision):
             grad = torch.zeros(T, B, H, device=device, dtype=dtype)
             for call in (train, evaluate):
                 compiled.clear()
-                began, used = time.perf_counter(), time.process_time() + _children_time()
+                began, all_threads, main = time.perf_counter(), time.process_time(), _main_time()
+                children = _children_time()
                 call(made, x, grad)
                 if on_gpu:
                     torch.cuda.synchronize()
                 seconds = time.perf_counter() - began
-                used = time.process_time() + _children_time() - used
+                used = time.process_time() - all_threads + _children_time() - children
+                longest = max([_main_time() - main, *(one[-1] for one in compiled)])
                 found[f"{name} {call.__name__}"] = {
-                    "seconds": round(seconds, 2),
-                    "cpu_seconds": round(used, 2),
+                    "times": [round(number, 2) for number in (seconds, used, longest)],
                     "compiled": list(compiled),
                 }
     print(json.dumps(found))
+
+
+def _main_time():
+    """Processor time of this thread, and of the processes that it waited for, such as ptxas."""
+    return time.thread_time() + _children_time()
 
 
 def _children_time():

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from rbn.ops import dispatch
 from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.gpu.lstm_cell import step
-from rbn.ops.gpu.runtime import device
+from rbn.ops.gpu.runtime import device, triton_compiler
 from rbn.ops.gpu.symbols import look_up
 
 
@@ -32,15 +32,21 @@ def main(*capabilities):
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", current, 32),
     )
-    compiled = JITFunction.run
+    compiled, compile_for, compared = JITFunction.run, triton_compiler.compile_for, set()
 
     def run(kernel, *args, grid, warmup, **options):
-        if warmup:  # before each first launch
-            return
         if "FUSED" in options:
             options["FUSED"] = True  # as on any GPU
         code = compiled(kernel, *args, grid=grid, warmup=True, **options)
         found[current].append((kernel.__name__, code.metadata.shared))
+
+    def compare(kernel, tensors, numbers, flags):
+        """Once for each kernel: our compiler gives the code of Triton's, which then launches it."""
+        if kernel.__name__ not in compared:
+            compared.add(kernel.__name__)
+            code = compile_for(kernel, tensors, numbers, flags)
+            expected = compiled(kernel, *tensors, *numbers, grid=(1,), warmup=True, **flags)
+            assert code.asm["cubin"] == expected.asm["cubin"], kernel.__name__
 
     def product_on_card(where, dtype):
         return device.has_product(torch.device("cuda", 0), dtype)
@@ -48,6 +54,7 @@ def main(*capabilities):
     driver.set_active(card)
     os.environ["TRITON_INTERPRET"] = "1"  # else tensors on the CPU are rejected
     patches = [(JITFunction, "run", run), (look_up, "has_product", product_on_card)]
+    patches += [(triton_compiler, "compile_for", compare), (torch.cuda, "current_device", int)]
     patches += [(torch.cuda, "get_device_capability", lambda device: divmod(current, 10))]
     for patch in patches:
         mock.patch.object(*patch).start()

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from rbn.ops.gpu.runtime import direct_launch, driver, launch_cache
+from rbn.ops.gpu.runtime import direct_launch, driver, launch_cache, triton_compiler
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch, launch_cached
 
 
@@ -259,17 +259,22 @@ def test_the_driver_launches_the_other_calls(compiled_in, monkeypatch):
     assert cuda.launches == [(2**40 + 1, sizes, 77, found) for found in values]
 
 
-class Warm(Kernel):
-    """A Triton function that can also be compiled without a launch."""
+@pytest.fixture
+def compile_first(monkeypatch):
+    """Makes the compiler return a kernel that is not loaded yet."""
+    asked = []
 
-    def __init__(self, compiled):
-        super().__init__(compiled)
-        self.compiled.function, self.warmed = None, []
-        self.compiled.asm, self.compiled.metadata.name = {"cubin": b"machine code"}, "kernel_0"
+    def given(compiled):
+        def compile_for(kernel, tensors, numbers, flags):
+            asked.append((*tensors, *numbers, flags))
+            return compiled
 
-    def warmup(self, *arguments, grid, **flags):
-        self.warmed.append((arguments, flags))
-        return self.compiled
+        compiled.function, compiled.asm = None, {"cubin": b"machine code"}
+        compiled.metadata.name = "kernel_0"
+        monkeypatch.setattr(triton_compiler, "compile_for", compile_for)
+        return Kernel(compiled), asked
+
+    return given
 
 
 class Loader(Driver):
@@ -295,22 +300,21 @@ class Loader(Driver):
 
 @pytest.mark.usefixtures("stream")
 @pytest.mark.parametrize("repeated", [False, True])
-def test_the_driver_also_makes_the_first_launch(repeated, monkeypatch):
-    """So Triton's launcher is not needed, which older versions compile with the C compiler."""
-    kernel, cuda = Warm(Loaded()), Loader([8, 8, 4, 4])
+def test_the_driver_also_makes_the_first_launch(repeated, compile_first, monkeypatch):
+    """So Triton's own driver and launchers, which it builds with a C compiler, are not needed."""
+    compiled, cuda = Loaded(), Loader([8, 8, 4, 4])
+    kernel, asked = compile_first(compiled)
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
     memory, flags = torch.zeros(16), {"UNITS": 8, "SAVE": True}
     pairs = [(memory[k : k + 4], memory[8:]) for k in (0, 4)]
-    for pair in pairs:
+    for a, b in pairs:
         if repeated:
-            RepeatedLaunch(kernel, (3, 2), pair, flags)(1, 0.5)
+            RepeatedLaunch(kernel, (3, 2), (a, b), flags)(1, 0.5)
         else:
-            addresses = tuple(tensor.data_ptr() for tensor in pair)
-            ask = lambda pair=pair: pair  # noqa: E731
-            launch_cached(kernel, (3, 2), addresses, ask, (1, 0.5), flags, (), memory)
-    assert kernel.warmed == [((*pairs[0], 1, 0.5), flags)]
+            launch_once(kernel, (a, b), flags)
+    assert asked == [(*pairs[0], 1, 0.5, flags)]
     assert not kernel.calls
-    assert not kernel.compiled.calls
+    assert not compiled.calls
     assert cuda.loaded == [b"machine code"]
     assert cuda.attributes == [(driver._DYNAMIC_SHARED, 64)]
     sizes = [3, 2, 1, 128, 1, 1, 64]
@@ -318,21 +322,24 @@ def test_the_driver_also_makes_the_first_launch(repeated, monkeypatch):
     assert cuda.launches == [(2**40 + 1, sizes, 77, found) for found in values]
 
 
+def launch_once(kernel, pair, flags):
+    addresses = tuple(tensor.data_ptr() for tensor in pair)
+    launch_cached(kernel, (3, 2), addresses, lambda: pair, (1, 0.5), flags, (), pair[0])
+
+
 @pytest.mark.usefixtures("stream")
 @pytest.mark.parametrize("repeated", [False, True])
-@pytest.mark.parametrize("why", ["hook", "scratch"])
-def test_triton_makes_the_first_launch_if_it_must(why, repeated, monkeypatch):
-    kernel = Warm(Loaded(global_scratch_size=8 if why == "scratch" else 0))
-    monkeypatch.setattr(driver, "_driver", lambda: pytest.fail("asked the driver"))
+@pytest.mark.parametrize("why", ["hook", "scratch", "unaligned"])
+def test_triton_makes_the_first_launch_if_it_must(why, repeated, compile_first, monkeypatch):
+    kernel, asked = compile_first(Loaded(global_scratch_size=8 if why == "scratch" else 0))
+    monkeypatch.setattr(driver, "_driver", lambda: Loader([8, 8, 4, 4]))
     if why == "hook":
         monkeypatch.setattr(direct_launch, "_hooked", lambda found: True)
-        kernel.compiled.metadata.launch_pdl = True  # neither are later ones
-    pair, flags = (torch.zeros(4), torch.zeros(4)), {"UNITS": 8, "SAVE": True}
-    addresses = tuple(tensor.data_ptr() for tensor in pair)
-    for _ in range(2):
-        if repeated:
-            RepeatedLaunch(kernel, (3, 2), pair, flags)(1, 0.5)
-        else:
-            launch_cached(kernel, (3, 2), addresses, lambda: pair, (1, 0.5), flags, (), pair[0])
-    assert len(kernel.calls) == 1
-    assert len(kernel.compiled.calls) == 1
+    memory, flags = torch.zeros(16), {"UNITS": 8, "SAVE": True}
+    pair = (memory[why == "unaligned" :][:4], memory[8:])
+    if repeated:
+        RepeatedLaunch(kernel, (3, 2), pair, flags)(1, 0.5)
+    else:
+        launch_once(kernel, pair, flags)
+    assert len(kernel.calls) + len(kernel.compiled.calls) == 1
+    assert bool(asked) == (why != "unaligned")

@@ -13,7 +13,7 @@ from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def count_rows(
     lengths,  # [B] integers
     short,  # [B] int32

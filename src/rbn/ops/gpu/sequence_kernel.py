@@ -8,7 +8,7 @@ import triton.language as tl
 from rbn.ops.gpu.runtime.triton_functions import load, unpadded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "B"])
 def subtract_spread(
     wx,  # [R, T, B, F]
     dwx,  # the same, changed in place

@@ -42,7 +42,7 @@ def _raise(var, out, size, floor, BLOCK: tl.constexpr):
         tl.store(out + at, tl.where(v < floor, floor, v), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "B"])
 def raise_variances(
     h0,  # [R, B, H]
     c0,

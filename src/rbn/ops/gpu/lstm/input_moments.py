@@ -15,7 +15,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "B"])
 def input_moments(
     wx,  # [R, T, B, F]
     mean,  # [R, T, F] float32
@@ -68,7 +68,7 @@ def step_moments(
     tl.store(var + step * F + columns, squares / tl.maximum(n, 1.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "B", "stride_r", "stride_t", "behind"])
 def feature_moments(
     x,  # [R, T, B], with any strides
     w,  # [R, F] float32
@@ -117,7 +117,7 @@ def feature_moments(
     tl.store(memory + step * S + rows, value, mask=rows < S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def write_constants(
     mean,  # [R, T, F] float32
     var,

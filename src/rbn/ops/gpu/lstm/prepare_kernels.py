@@ -9,7 +9,7 @@ from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances
 from rbn.ops.gpu.lstm.input_moments import step_moments
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "M"])
 def pad_rows(
     a,  # [N, COLUMNS]
     b,  # [M, COLUMNS]
@@ -43,7 +43,7 @@ def _widen(vector, joined, at, SIZE: tl.constexpr):
     return joined + (SIZE + 3) // 4 * 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "T", "B"])
 def begin(
     h0,  # [R, B, H] with strides h_r, h_b, 1
     c0,  # [R, B, H] with strides c_r, c_b, 1
@@ -133,7 +133,7 @@ def _transpose(a, out, rows, columns, TILE: tl.constexpr):
         tl.store(out + at, tl.trans(x), mask=(column[:, None] < columns) & (row[None, :] < rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "B"])
 def begin_backward(
     h0,  # [R, B, H]
     c0,
@@ -231,7 +231,7 @@ def _sum_rows(
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def finish(
     sums,  # float32 [count]
     dh0,  # [R, B, H]
@@ -308,7 +308,7 @@ def _row(
     tl.store(count, seen + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps_0", "steps_1", "steps_2"])
 def average(
     mean_0,  # `steps_0` rows of `features_0` numbers in float32, like the next three
     var_0,

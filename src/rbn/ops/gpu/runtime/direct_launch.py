@@ -1,7 +1,6 @@
 """Launches Triton kernels directly through the CUDA driver, reusing argument buffers.
 
-Triton's own launcher costs more per launch. Before Triton 3.7 it is also a C extension for each
-signature, which Triton builds with the system's compiler in a second or so.
+Triton's own launcher costs more per launch.
 """
 
 from __future__ import annotations
@@ -33,15 +32,6 @@ def _hooked(result: Any) -> bool:
     where = type(result) if knobs is None else knobs.runtime
     hooks = (getattr(where, f"launch_{when}_hook", None) for when in ("enter", "exit"))
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
-
-
-def compile_only(
-    kernel: Any, tensors: Sequence[Any], numbers: Sequence[Any], flags: dict[str, Any]
-) -> Any:
-    """The kernel that Triton compiles for these arguments; None if Triton must also launch it."""
-    warmup = getattr(kernel, "warmup", None)  # the interpreter has none in some versions
-    result = None if warmup is None else warmup(*tensors, *numbers, grid=(1,), **flags)
-    return None if result is None or _hooked(result) else result
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from rbn.ops.gpu.runtime import direct_launch
+from rbn.ops.gpu.runtime import direct_launch, triton_compiler
 from rbn.ops.gpu.runtime.driver import device_of, on_current_device
 
 # Before Triton 3.3, compiled kernels were called without their compile-time arguments.
-_TAKES_ALL = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
+_TAKES_ALL = triton_compiler.SINCE_3_3
 
 
 def _as_triton(
@@ -70,7 +69,9 @@ class RepeatedLaunch:
             return
         kernel, flags = self._kernel, self._flags
         names = kernel.arg_names[: len(addresses) + len(numbers)]
-        result = direct_launch.compile_only(kernel, self._tensors, numbers, flags)
+        result = None
+        if not any(at % 16 for at in addresses):
+            result = triton_compiler.compile_for(kernel, self._tensors, numbers, flags)
         kinds = None if result is None else direct_launch.kinds_of(result, names)
         launched = kinds is None
         if launched:
@@ -170,7 +171,7 @@ def launch_by_key(
         grid, tensors, numbers, flags = arguments()
         count = len(addresses) + len(numbers)
         names = kernel.arg_names[:count]
-        result = direct_launch.compile_only(kernel, tensors, numbers, flags) if aligned else None
+        result = triton_compiler.compile_for(kernel, tensors, numbers, flags) if aligned else None
         launch = None if result is None else _directly(result, names, grid, numbers)
         if launch is not None:
             launch(addresses)

@@ -33,7 +33,8 @@ class UpdateBN(nn.modules.batchnorm._BatchNorm):
         nn.Module.__init__(self)
         self.num_features, self.eps = 0, 0.0
         self.affine = self.track_running_stats = False
-        self.weight = self.bias = None
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
         # Lightning resets these itself. Plain tensors do not appear in state dicts.
         self.running_mean = self.running_var = torch.empty(0)
         self.num_batches_tracked = torch.zeros((), dtype=torch.int64)

@@ -122,7 +122,7 @@ def _rnn(gpu, dtype):
         if cut is not None:
             break
     for direction in ("forward", "backward"):
-        shared, threads = cut.shared(direction, dtype, hidden), 32 * cut.warps
+        shared, threads = cut.shared(direction, dtype, hidden), cut.threads
         call = tuple(_defines(dtype, hidden, direction, RELU=0).items())
         defines = rnn_single.macros(cut, shared, call)
         yield Compiled(f"rnn_{direction}", arch, dtype, BATCH, hidden, defines, threads, shared)

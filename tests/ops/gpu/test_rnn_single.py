@@ -27,7 +27,7 @@ KB = 1024
 
 
 def polled(tiles, blocks=1):
-    return Tiling(8, 1, tiles, tiles, 1, blocks, registers=True, barrier=False)
+    return Tiling(tiles, tiles, 1, blocks, registers=True)
 
 
 # Each tiling, with sizes that do not divide evenly.
@@ -35,10 +35,10 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 TILINGS = {
     "polled": (FLOAT, (5, 7, 10), polled(1)),
     "polled, two tiles": (HALF, (4, 19, 34), polled(2, 2)),
-    "barrier": (HALF, (4, 18, 42), Tiling(8, 1, 2, 1, 2, 2, registers=False, barrier=True)),
-    "row warps": (FLOAT, (3, 35, 20), Tiling(8, 1, 4, 2, 1, 1, registers=False, barrier=True)),
-    "teams": (HALF, (4, 21, 74), Tiling(16, 2, 2, 2, 2, 2, registers=False, barrier=True)),
-    "teams, float32": (FLOAT, (3, 5, 30), Tiling(8, 4, 1, 1, 1, 2, registers=False, barrier=True)),
+    "barrier": (HALF, (4, 18, 42), Tiling(2, 1, 2, 2, registers=False, barrier=True)),
+    "row warps": (FLOAT, (3, 35, 20), Tiling(4, 2, 1, 1, registers=False, barrier=True)),
+    "teams": (HALF, (4, 21, 74), Tiling(2, 2, 2, 2, False, True, units=16, team=2)),
+    "teams, float32": (FLOAT, (3, 5, 30), Tiling(1, 1, 1, 2, False, True, team=4)),
     "one row": (HALF, (2, 1, 10), polled(1)),
     "one step": (HALF, (1, 2, 10), polled(1)),
 }
@@ -70,7 +70,7 @@ def emulate(emulated_folder, monkeypatch):
     def kernel(direction, tiling, device, shared, defines):
         launches.append(direction)
         macros = rnn_single.macros(tiling, shared, defines)
-        name, threads = f"rnn_{direction}", 32 * tiling.warps
+        name, threads = f"rnn_{direction}", tiling.threads
         return EmulatedKernel(emulated_folder, name, macros, threads, shared)
 
     def given(tiling):
@@ -240,7 +240,7 @@ def test_a_tiling_covers_the_batch_and_fits_the_gpu(dtype, hidden, batch):
     assert tiling.blocks(hidden) <= 132
     forward, backward = (tiling.shared(d, dtype, hidden) for d in ("forward", "backward"))
     assert forward < backward <= 227 * KB
-    assert 32 <= 32 * tiling.warps <= 256
+    assert 32 <= tiling.threads <= 256
 
 
 @pytest.mark.parametrize(

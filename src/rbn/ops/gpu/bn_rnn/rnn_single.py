@@ -21,6 +21,8 @@ from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn.rnn_steps import Saved
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
+from rbn.ops.gpu.lstm.portable import portable_kernels
+from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling
 from rbn.ops.gpu.lstm.prepare import fill_constants, padded_factors, write_input_moments
 from rbn.ops.gpu.lstm.workspace import stride_of
 from rbn.ops.gpu.row_counts import row_counts
@@ -61,33 +63,16 @@ _STRUCTS = {
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(PortableTiling):
     """How the work is divided, the same for both passes.
 
     Attributes:
         units: hidden units per block, 8 or 16.
         team: blocks that divide the columns of their products among each other.
-        tiles: tiles of 16 rows.
-        row_warps, column_warps: warps that divide the rows, and the columns of W_h.
-        chunk: blocks of columns that a warp loads at once.
-        registers: whether the weights stay in registers instead of shared memory.
-        barrier: whether the blocks synchronize through a counter. Otherwise they poll the data
-            itself, in a buffer that starts as EMPTY.
     """
 
-    units: int
-    team: int
-    tiles: int
-    row_warps: int
-    column_warps: int
-    chunk: int
-    registers: bool
-    barrier: bool
-
-    @property
-    def warps(self) -> int:
-        """Warps per block."""
-        return self.row_warps * self.column_warps
+    units: int = portable_kernels.UNITS
+    team: int = 1
 
     def blocks(self, hidden: int) -> int:
         """Blocks of a launch."""
@@ -103,7 +88,9 @@ class Tiling:
         split = self.column_warps * self.team
         per_warp = -(-_column_blocks(dtype, hidden) // split)
         weights = 0 if self.registers else per_warp * self.column_warps * columns * 64
-        return 4 * (sums + (4, 8)[direction == "backward"] * self.warps * self.units) + weights
+        return (
+            4 * (sums + (4, 8)[direction == "backward"] * self.threads // 32 * self.units) + weights
+        )
 
 
 def _column_blocks(dtype: torch.dtype, hidden: int) -> int:
@@ -123,15 +110,15 @@ def choose(
         return None
     blocks = _column_blocks(dtype, hidden)
     if blocks <= _POLLED and -(-hidden // 8) <= processors:
-        tiling = Tiling(8, 1, tiles, tiles, 1, blocks, registers=True, barrier=False)
+        tiling = Tiling(tiles, tiles, 1, blocks, registers=True)
     elif -(-hidden // 8) <= processors:
         rows = 1 if tiles <= 4 else 2
         tiles = -(-tiles // rows) * rows
-        tiling = Tiling(8, 1, tiles, rows, 8 // rows, 2, registers=False, barrier=True)
+        tiling = Tiling(tiles, rows, 8 // rows, 2, registers=False, barrier=True)
     else:  # teams, because reading all rows in every block would dominate the time
         rows = 4 if tiles > 4 else 2
         tiles = -(-tiles // rows) * rows
-        tiling = Tiling(16, 4, tiles, rows, 8 // rows, 2, registers=False, barrier=True)
+        tiling = Tiling(tiles, rows, 8 // rows, 2, registers=False, barrier=True, units=16, team=4)
     if tiling.blocks(hidden) > processors or tiling.shared("backward", dtype, hidden) > limit:
         return None
     return tiling
@@ -159,23 +146,13 @@ def kernel(
     """The kernel, compiled if necessary."""
     name = f"rnn_{direction}"
     code = nvrtc.compiled(name, macros(tiling, shared, defines), nvrtc.architecture_of(device))
-    return Kernel(code, name, 32 * tiling.warps, shared)
+    return Kernel(code, name, tiling.threads, shared)
 
 
 def macros(tiling: Tiling, shared: int, defines: tuple[Any, ...]) -> dict[str, int]:
     """All macros that a kernel is compiled with."""
-    return dict(defines) | {
-        "UNITS": tiling.units,
-        "TEAM": tiling.team,
-        "MT": tiling.tiles,
-        "MW": tiling.row_warps,
-        "KS": tiling.column_warps,
-        "CHUNK": tiling.chunk,
-        "REGISTERS": int(tiling.registers),
-        "BARRIER": int(tiling.barrier),
-        "SHARED_BYTES": shared,
-        "BIAS": 1,  # for common.cuh
-    }
+    own = {"UNITS": tiling.units, "TEAM": tiling.team, "BIAS": 1, "FEW": 0}
+    return portable_kernels.macros(tiling, shared, defines) | own
 
 
 def exchanged(tiling: Tiling, steps: int, like: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def test_where_products_of_half_precision_are_made(capability, dtype, expected, 
 
 
 def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
-    assert look_up._cut(256, torch.bfloat16, False)[1] == 64
-    assert look_up._cut(256, torch.bfloat16, True)[1] == 32
+    assert look_up._tile(256, torch.bfloat16, False)[1] == 64
+    assert look_up._tile(256, torch.bfloat16, True)[1] == 32
 
 
 KERNELS = {

@@ -195,8 +195,8 @@ def prepared(
     constants: list[Constants | None] = [None] * len(definition.terms)
     if counted is not None or group is not None:
         steps, batch, _ = wx.shape
-        whole = wx.new_full((steps,), batch, dtype=torch.int64)
-        rows = whole if counted is None else counted.sum(1)
+        full = wx.new_full((steps,), batch, dtype=torch.int64)
+        rows = full if counted is None else counted.sum(1)
         if group is not None:
             dist.all_reduce(rows, group=group)
         constants = [Constants(rows, a.min_rows, a.eps) for _ in constants]

@@ -163,32 +163,32 @@ def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling |
     resident, streamed = [], []
     for tiles in (1, 2):
         for cluster in reversed(_CLUSTERS):
-            cut = tiling(dtype, hidden, cluster, limit, tiles)
-            if cut is None or (cluster > 1 and cut.units < _UNITS):
+            candidate = tiling(dtype, hidden, cluster, limit, tiles)
+            if candidate is None or (cluster > 1 and candidate.units < _UNITS):
                 continue
-            if not cut.streamed(dtype):
-                resident.append(cut)
+            if not candidate.streamed(dtype):
+                resident.append(candidate)
             elif cluster == max(_CLUSTERS) and hidden <= _MOST_STREAMED:
-                streamed.append(cut)
+                streamed.append(candidate)
     best, least = None, _WAVES + 1
-    for cut in resident or streamed:
-        at_once = clusters_at_once(cut, dtype, hidden, device)
-        waves = _up(cut.blocks(batch), at_once * cut.cluster) if at_once else least
+    for candidate in resident or streamed:
+        at_once = clusters_at_once(candidate, dtype, hidden, device)
+        waves = _up(candidate.blocks(batch), at_once * candidate.cluster) if at_once else least
         if waves < least:
-            best, least = cut, waves
+            best, least = candidate, waves
         if least == 1:
             return best
     return best if resident else None
 
 
-def clusters_at_once(cut: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
+def clusters_at_once(tiling: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
     """How many clusters the GPU runs at once; 0 if it refuses their size."""
     with torch.cuda.device(device):
         kernels = [
-            kernel(d, cut, dtype, device, defines(d, dtype, hidden, lengths=False, option=True))
+            kernel(d, tiling, dtype, device, defines(d, dtype, hidden, lengths=False, option=True))
             for d in _MEMBERS
         ]
-    return min(k.at_once for k in kernels) // cut.cluster
+    return min(k.at_once for k in kernels) // tiling.cluster
 
 
 @functools.lru_cache(maxsize=64)

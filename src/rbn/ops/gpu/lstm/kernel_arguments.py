@@ -164,8 +164,8 @@ class LSTMCall:
     @functools.cached_property
     def input_rows(self) -> int:
         """Elements per step of inputs of one feature, including padding rows."""
-        cut: cluster_kernels.ClusterTiling = self.plan.tilings["forward"]
-        return cut.rows
+        tiling: cluster_kernels.ClusterTiling = self.plan.tilings["forward"]
+        return tiling.rows
 
     def inputs_at(self, inputs: Tensor) -> dict[str, int]:
         """The addresses of inputs of one feature, and of the variances that follow them."""

@@ -72,7 +72,7 @@ class _SymbolRows(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _SymbolRows).apply
 
 
-def _cut(count: int, dtype: torch.dtype, widened: bool) -> tuple[int, int, int, int, int]:
+def _tile(count: int, dtype: torch.dtype, widened: bool) -> tuple[int, int, int, int, int]:
     """The symbols, rows and columns of a program, its warps, and the tiles it prefetches.
 
     The sums of more than 64 symbols and 128 columns do not fit into the registers.
@@ -96,7 +96,7 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
     # In float32 a number is split into three bfloat16 numbers.
     factor = torch.bfloat16 if grad.dtype == torch.float32 else grad.dtype
     widened = not has_product(grad.device, factor)
-    padded, rows, columns, warps, stages = _cut(count, grad.dtype, widened)
+    padded, rows, columns, warps, stages = _tile(count, grad.dtype, widened)
     blocks, tiles = -(-G // columns), -(-N // rows)
     shares = max(1, min(_PROGRAMS // blocks, tiles))
     tiles = -(-tiles // shares)  # per share

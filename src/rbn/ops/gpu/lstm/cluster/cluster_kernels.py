@@ -110,47 +110,49 @@ def choose(wx: Term) -> ClusterTiling | None:
     if not wx.is_cuda:
         return None
     B, G = wx.shape[-2:]
-    cut = cluster_tiling(wx.dtype, B, G // 4)
-    if cut is None and wx.dtype in SIXTEEN:
-        cut = cluster_tiling_16(wx.dtype, B, G // 4)
-    if cut is None or cluster_of(cut, wx.device.index or 0) is None:
+    tiling = cluster_tiling(wx.dtype, B, G // 4)
+    if tiling is None and wx.dtype in SIXTEEN:
+        tiling = cluster_tiling_16(wx.dtype, B, G // 4)
+    if tiling is None or cluster_of(tiling, wx.device.index or 0) is None:
         return None
-    return cut
+    return tiling
 
 
 @functools.lru_cache(maxsize=256)
-def cluster_of(cut: ClusterTiling, device: int) -> int | None:
+def cluster_of(tiling: ClusterTiling, device: int) -> int | None:
     """The cluster size in blocks that fits on the GPU, or None.
 
     A GPU may refuse a cluster of more than 8 blocks, or one whose size is not a power of two. Then
     the next power of two is tried; its last blocks are idle.
     """
     capability = torch.cuda.get_device_capability(device)
-    if capability < (9, 0) or (cut.units > UNITS and capability != (9, 0)):
+    if capability < (9, 0) or (tiling.units > UNITS and capability != (9, 0)):
         return None
     if nvrtc.version() < nvrtc.FOR_HOPPER:
         return None
-    if max(cut.shared("forward"), cut.shared("backward")) > shared_limit(device):
+    if max(tiling.shared("forward"), tiling.shared("backward")) > shared_limit(device):
         return None
     # A multiprocessor can hold a block of any of the kernels, which limit their registers.
-    sizes = sorted({cut.blocks, 1 << (cut.blocks - 1).bit_length()})
+    sizes = sorted({tiling.blocks, 1 << (tiling.blocks - 1).bit_length()})
     return next((size for size in sizes if clusters(size, device)), None)
 
 
-def program(direction: str, cut: ClusterTiling, device: int, defines: tuple[Any, ...]) -> Program:
+def program(
+    direction: str, tiling: ClusterTiling, device: int, defines: tuple[Any, ...]
+) -> Program:
     """What to compile for a tiling."""
     arch = nvrtc.architecture_of(device)
-    cuts = {"MW": cut.row_warps, "RT": cut.tiles, "SHARED_BYTES": cut.shared(direction)}
-    if cut.units > UNITS:  # only Hopper can move registers between warps
-        cuts, arch = cuts | {"UNITS": cut.units}, arch + "a"
-    return f"cluster_{direction}", dict(defines) | cuts | SWITCHES, arch
+    macros = {"MW": tiling.row_warps, "RT": tiling.tiles, "SHARED_BYTES": tiling.shared(direction)}
+    if tiling.units > UNITS:  # only Hopper can move registers between warps
+        macros, arch = macros | {"UNITS": tiling.units}, arch + "a"
+    return f"cluster_{direction}", dict(defines) | macros | SWITCHES, arch
 
 
 @functools.lru_cache(maxsize=256)
 def kernel(
-    direction: str, cut: ClusterTiling, cluster: int, device: int, defines: tuple[Any, ...]
+    direction: str, tiling: ClusterTiling, cluster: int, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """Compile and load the kernel for a tiling; `device` must be the current device."""
-    wanted = program(direction, cut, device, defines)
+    wanted = program(direction, tiling, device, defines)
     code = nvrtc.compiled(*wanted)
-    return Kernel(code, wanted[0], cut.threads, cut.shared(direction), cluster)
+    return Kernel(code, wanted[0], tiling.threads, tiling.shared(direction), cluster)

@@ -177,8 +177,8 @@ def choose(direction: str, wx: Term) -> GridTiling | None:
         splits = -(-B // rows)
         if splits <= SPLITS:
             sizes = lead[0] if lead else 1, G // 4, rows, half, splits
-            if cut := _choose(direction, *sizes, wx.device.index or 0):
-                return cut
+            if tiling := _choose(direction, *sizes, wx.device.index or 0):
+                return tiling
     return None
 
 
@@ -197,45 +197,47 @@ def _choose(
     results = (
         grid_tiling(direction, hidden, n, limit, rows, half, splits) for n in TEAMS[direction]
     )
-    return next((cut for cut in results if cut and recurrences * cut.blocks <= available), None)
+    return next(
+        (tiling for tiling in results if tiling and recurrences * tiling.blocks <= available), None
+    )
 
 
-def macros(cut: GridTiling) -> dict[str, int]:
+def macros(tiling: GridTiling) -> dict[str, int]:
     """The macros of a tiling."""
     named = {
-        "MT": cut.rows // 16,
-        "TEAM": cut.team,
-        "FIRST": cut.first,
-        "RESIDENT": cut.resident,
-        "SECOND": cut.second,
+        "MT": tiling.rows // 16,
+        "TEAM": tiling.team,
+        "FIRST": tiling.first,
+        "RESIDENT": tiling.resident,
+        "SECOND": tiling.second,
         "DEPTH": _DEPTH,
-        "SHARED_BYTES": cut.shared,
+        "SHARED_BYTES": tiling.shared,
     }
-    return named | {"SPLITS": cut.splits} if cut.splits > 1 else named
+    return named | {"SPLITS": tiling.splits} if tiling.splits > 1 else named
 
 
-def program(cut: GridTiling, defines: tuple[Any, ...]) -> Program:
+def program(tiling: GridTiling, defines: tuple[Any, ...]) -> Program:
     """What to compile for a tiling."""
-    return f"grid_{cut.direction}", macros(cut) | dict(defines), "sm_90a"
+    return f"grid_{tiling.direction}", macros(tiling) | dict(defines), "sm_90a"
 
 
 @functools.lru_cache(maxsize=256)
-def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
+def kernel(tiling: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
     """Compile and load the kernel for a tiling; `device` must be the current device."""
-    wanted = program(cut, defines)
-    cluster = cut.splits if cut.splits > 1 else 0
+    wanted = program(tiling, defines)
+    cluster = tiling.splits if tiling.splits > 1 else 0
     code = nvrtc.compiled(*wanted)
-    return Kernel(code, wanted[0], _THREADS, cut.shared, cluster, together=True, down=True)
+    return Kernel(code, wanted[0], _THREADS, tiling.shared, cluster, together=True, down=True)
 
 
-def zeroed(cut: GridTiling, recurrences: int) -> dict[str, int]:
+def zeroed(tiling: GridTiling, recurrences: int) -> dict[str, int]:
     """Bytes that must be zero before the kernel runs, by struct member; multiples of 16.
 
     passed: zeros beyond the last unit, and as d(W_h h) after the last step. barriers: counters.
     handed: sums, whose lowest bit marks the step.
     """
-    n = recurrences * cut.splits
-    results = {"passed": 2 * n * cut.passed, "barriers": n * 128 * cut.team}
-    if cut.direction == "backward":
-        results["handed"] = n * cut.blocks * cut.handed
+    n = recurrences * tiling.splits
+    results = {"passed": 2 * n * tiling.passed, "barriers": n * 128 * tiling.team}
+    if tiling.direction == "backward":
+        results["handed"] = n * tiling.blocks * tiling.handed
     return results

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import functools
+import gc
 import io
 
 import pytest
@@ -315,3 +316,58 @@ def test_large_batches_with_every_instruction_set(batch, hidden, options, versio
         compare(layer, rbn.fold(layer), random_input(layer, 4, batch))
     finally:
         library.rbn_use_version(ctypes.c_int64(0))
+
+
+@pytest.mark.skipif(inference.load() is None, reason="needs the compiled kernel")
+@pytest.mark.parametrize("batch", [1, 40])
+def test_weights_are_packed_again_only_when_they_change(monkeypatch, batch):
+    calls, packed = [], compiled_lstm.packed
+    monkeypatch.setattr(compiled_lstm, "packed", lambda *a: calls.append(1) or packed(*a))
+    folded, x = rbn.fold(trained()), torch.randn(20, batch, 5)
+    other = rbn.fold(trained(hidden=7)).state_dict()
+
+    def set_data():
+        folded.weight_hh_l0.data = folded.weight_hh_l0 * 3
+
+    def changes():
+        yield lambda: folded.weight_hh_l0.mul_(0.5)
+        yield lambda: folded.weight_ih_l0.neg_()
+        yield lambda: folded.load_state_dict(other)
+        yield lambda: setattr(folded, "weight_ih_l0", folded.weight_ih_l0 * 2)
+        yield lambda: setattr(folded, "weight_hh_l0", folded.weight_hh_l0.neg())
+        yield set_data
+        yield lambda: folded.double().float()
+
+    with torch.no_grad():
+        folded(x)
+        for change in changes():
+            change()
+            calls.clear()
+            for _ in range(3):
+                output, _ = folded(x)
+            assert len(calls) <= 1
+            assert torch.equal(output, copy.deepcopy(folded)(x)[0])
+
+
+@pytest.mark.skipif(inference.load() is None, reason="needs the compiled kernel")
+def test_packed_weights_are_freed_with_the_layer():
+    gc.collect()
+    before = len(inference._latest)
+    folded = rbn.fold(trained())
+    with torch.no_grad():
+        folded(torch.randn(20, 1, 5))
+    assert len(inference._latest) == before + 1
+    del folded
+    gc.collect()
+    assert len(inference._latest) == before
+
+
+@pytest.mark.skipif(inference.load() is None, reason="needs the compiled kernel")
+def test_weights_made_in_inference_mode_are_packed_every_time():
+    x = torch.randn(20, 1, 5)
+    with torch.inference_mode():
+        folded = rbn.fold(trained())
+        for _ in range(2):
+            folded.weight_hh_l0.mul_(0.5)
+            output, _ = folded(x)
+        assert torch.equal(output, copy.deepcopy(folded)(x)[0])

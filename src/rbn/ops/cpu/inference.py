@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rbn.ops.cpu import compiled_lstm, memory
 
@@ -152,7 +154,7 @@ def sequence(
         x, weight_ih = memory.linear(x, weight_ih), None
     if steps >= _COPIES or weight_ih is not None:
         both = [weight_hh] if weight_ih is None else [weight_ih, weight_hh]
-        panels = compiled_lstm.packed(both, 4, 1)
+        panels = _packed(both)
     if panels is None and weight_ih is not None:
         x, weight_ih = memory.linear(x, weight_ih), None
     x, weight_hh, h, c = (tensor.contiguous() for tensor in (x, weight_hh, h0, c0))
@@ -188,6 +190,35 @@ def sequence(
             run(t, 1, 0, h, c)
             h, c = new_h, c_n
     return output, output[-1].clone(), c_n
+
+
+class _Packed(NamedTuple):
+    """Weights in the kernel's format. Valid until one of them is replaced or modified."""
+
+    weights: list[weakref.ref[Tensor]]
+    versions: list[tuple[int, int]]  # address and version of each weight
+    panels: Tensor | None
+
+
+_latest: Any = WeakIdKeyDictionary()
+"""The latest `_Packed` of each W_h. Packing a layer takes as long as several of its steps."""
+
+
+def _packed(weights: list[Tensor]) -> Tensor | None:
+    """`compiled_lstm.packed`, done again only after a change. The last of the weights is W_h."""
+    if any(weight.is_inference() for weight in weights):  # these have no versions
+        return compiled_lstm.packed(weights, 4, 1)
+    versions = [(weight.data_ptr(), weight._version) for weight in weights]
+    kept: _Packed | None = _latest.get(weights[-1])
+    if (
+        kept is None
+        or kept.versions != versions
+        or any(ref() is not weight for ref, weight in zip(kept.weights, weights, strict=True))
+    ):
+        panels = compiled_lstm.packed(weights, 4, 1)
+        kept = _Packed([weakref.ref(weight) for weight in weights], versions, panels)
+        _latest[weights[-1]] = kept
+    return kept.panels
 
 
 def _threads(work: int) -> int:

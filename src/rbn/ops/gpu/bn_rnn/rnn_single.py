@@ -88,9 +88,8 @@ class Tiling(PortableTiling):
         split = self.column_warps * self.team
         per_warp = -(-_column_blocks(dtype, hidden) // split)
         weights = 0 if self.registers else per_warp * self.column_warps * columns * 64
-        return (
-            4 * (sums + (4, 8)[direction == "backward"] * self.threads // 32 * self.units) + weights
-        )
+        sums += (8 if direction == "backward" else 4) * self.threads // 32 * self.units
+        return 4 * sums + weights
 
 
 def _column_blocks(dtype: torch.dtype, hidden: int) -> int:

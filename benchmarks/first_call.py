@@ -271,7 +271,7 @@ def main():
                     case = [layer, shape, precision, call]
                     compiled = result["compiled"]
                     counts = [sum(c[0] == kind for c in compiled) for kind in ("nvrtc", "triton")]
-                    times = [result["seconds"], result["cpu_seconds"]]
+                    times = result["times"]
                     print(*case, *times, *counts, flush=True)
                     _append(
                         arguments.out / "first-call.csv",

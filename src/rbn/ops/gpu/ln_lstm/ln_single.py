@@ -183,11 +183,11 @@ def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling |
 
 def clusters_at_once(tiling: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
     """How many clusters the GPU runs at once; 0 if it refuses their size."""
+    wanted = {d: defines(d, dtype, hidden, lengths=False, option=True) for d in _MEMBERS}
+    for direction, own in wanted.items():
+        nvrtc.compile_ahead(*program(direction, tiling, dtype, device, own))
     with torch.cuda.device(device):
-        kernels = [
-            kernel(d, tiling, dtype, device, defines(d, dtype, hidden, lengths=False, option=True))
-            for d in _MEMBERS
-        ]
+        kernels = [kernel(d, tiling, dtype, device, own) for d, own in wanted.items()]
     return min(k.at_once for k in kernels) // tiling.cluster
 
 
@@ -241,16 +241,22 @@ def macros(
     }
 
 
+def program(
+    direction: str, tiling: Tiling, dtype: torch.dtype, device: int, defines: tuple[Any, ...]
+) -> nvrtc.Program:
+    """What to compile for a tiling."""
+    arch = nvrtc.architecture_of(device)
+    return f"ln_{direction}", macros(direction, tiling, dtype, defines), arch
+
+
 @functools.lru_cache(maxsize=256)
 def kernel(
     direction: str, tiling: Tiling, dtype: torch.dtype, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """The kernel, compiled if necessary; `device` must be the current device."""
-    name = f"ln_{direction}"
-    named = macros(direction, tiling, dtype, defines)
-    code = nvrtc.compiled(name, named, nvrtc.architecture_of(device))
-    shared = tiling.shared(direction, dtype)
-    return Kernel(code, name, tiling.threads, shared, tiling.cluster)
+    wanted = program(direction, tiling, dtype, device, defines)
+    code, shared = nvrtc.compiled(*wanted), tiling.shared(direction, dtype)
+    return Kernel(code, wanted[0], tiling.threads, shared, tiling.cluster)
 
 
 def forward(given: LSTMArguments, tiling: Tiling, separate: bool) -> Results:

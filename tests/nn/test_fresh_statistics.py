@@ -395,6 +395,21 @@ def test_inputs_that_layers_made_are_fewer():
     assert len(list(layer.recent_calls)) == 3
 
 
+@pytest.mark.parametrize("size", [6, 1])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_inputs_with_states_that_layers_made_are_the_fewest(kind, size):
+    layer = KINDS[kind]()
+    for x in inputs(6, rows=30):
+        h = torch.randn(1, 30, 5) * torch.ones((), requires_grad=True)
+        hx = (h, h) if kind == "lstm" else h
+        for start in range(0, 6, size):
+            _, hx = layer(x[start : start + size], hx, start=start)
+    assert len(list(layer.recent_calls)) == 3
+    for x in inputs(6, rows=30):
+        layer(x, torch.zeros(1, 30, 5) if kind == "gru" else (torch.zeros(1, 30, 5),) * 2)
+    assert len(list(layer.recent_calls)) == 9
+
+
 def test_short_epochs_keep_earlier_inputs():
     layer = KINDS["lstm"]()
     train(layer, inputs(2))

@@ -24,6 +24,7 @@ from rbn.nn.recent_calls import (
     Signature,
     keep_compiled_call,
     register,
+    rows_to_keep,
     version,
 )
 from rbn.nn.recurrence import Recurrence, States
@@ -263,7 +264,7 @@ class FreshStatistics(Recurrence):
                     self._all_statistics()[0].count,
                     start,
                     self._type(self._weight()) if self._under_autocast() else None,
-                    x.requires_grad,
+                    rows_to_keep(x, states),
                     self._key,
                 )
             return
@@ -273,7 +274,7 @@ class FreshStatistics(Recurrence):
             # Replays of the graph skip this code, so the statistics stay running averages.
             self.recent_calls.clear()
             return
-        recent = self.recent_calls
+        recent, most = self.recent_calls, rows_to_keep(x, states)
         same_sequences = states is not None and recent.follows(start, rows)
         if same_sequences and recent.returned(states):
             states = None
@@ -283,7 +284,7 @@ class FreshStatistics(Recurrence):
             lengths,
             start,
             torch.get_autocast_dtype(x.device.type) if self._under_autocast() else None,
-            x.requires_grad,
+            most,
         )
         recent.add(call, rows, same_sequences=same_sequences)
 

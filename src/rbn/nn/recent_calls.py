@@ -22,8 +22,9 @@ from rbn.ops.types import valid_steps
 
 ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures the effect
 # Fewer if trainable layers produced the inputs: older inputs come from older weights and are less
-# accurate.
+# accurate. Statistics react most to initial states, such as those of a decoder.
 ROWS_OF_LAYERS = 256
+ROWS_OF_STATES = 64
 BYTES = 128 * 2**20  # memory limit of kept inputs
 LEAST_ROWS = 16  # kept even above the memory limit
 
@@ -42,7 +43,7 @@ class Call:
         lengths: number of unpadded steps of each sequence ``[B]``, or None.
         start: the time step of the first row of x.
         autocast: the autocast dtype, or None.
-        from_layers: whether trainable layers produced x.
+        most: how many sequences to keep if such calls are the most recent ones.
         nbytes: the size of the tensors in bytes.
     """
 
@@ -53,10 +54,11 @@ class Call:
         lengths: Tensor | None = None,
         start: int = 0,
         autocast: torch.dtype | None = None,
-        from_layers: bool = False,
+        most: int | None = None,
     ) -> None:
         self.x, self.states, self.lengths = x, states, lengths
-        self.start, self.autocast, self.from_layers = start, autocast, from_layers
+        self.start, self.autocast = start, autocast
+        self.most = ROWS if most is None else most
         tensors = self._tensors()
         self._versions = [version(t) for t in tensors]
         self.nbytes = sum([t.nbytes for t in tensors])
@@ -80,7 +82,7 @@ class Call:
         states = None if self.states is None else tuple(s[:, :rows].clone() for s in self.states)
         lengths = None if self.lengths is None else self.lengths[:rows].clone()
         x = self.x[:, :rows].clone()
-        return Call(x, states, lengths, self.start, self.autocast, self.from_layers)
+        return Call(x, states, lengths, self.start, self.autocast, self.most)
 
     def _tensors(self) -> list[Tensor]:
         if self.states is None and self.lengths is None:
@@ -203,7 +205,7 @@ class RecentCalls:
             self._source = None
 
     def _drop_oldest(self) -> None:
-        most = ROWS_OF_LAYERS if self._kept[-1].calls[0].from_layers else ROWS
+        most = self._kept[-1].calls[0].most
         while len(self._kept) > 1 and (
             self._rows - self._kept[0].rows >= most or self._nbytes > BYTES
         ):
@@ -218,6 +220,13 @@ class RecentCalls:
 
     def __reduce__(self) -> tuple[type[RecentCalls], tuple[()]]:
         return RecentCalls, ()  # files and other processes get no inputs
+
+
+def rows_to_keep(x: Tensor, states: States | None) -> int:
+    """How many sequences to keep of calls with such an input and given initial states."""
+    if states is not None and any(state.requires_grad for state in states):
+        return ROWS_OF_STATES
+    return ROWS_OF_LAYERS if x.requires_grad else ROWS
 
 
 def version(tensor: Tensor) -> int:
@@ -244,7 +253,7 @@ def _keep_compiled_call(
     count: Tensor,
     start: int,
     autocast: torch.dtype | None,
-    from_layers: bool,
+    most: int,
     key: int,
 ) -> None:
     """Keep a copy of a compiled graph's call: the graph reuses the memory of its tensors."""
@@ -253,7 +262,7 @@ def _keep_compiled_call(
         return
     kept = tuple([state.clone() for state in states]) or None
     lengths = None if lengths is None else lengths.clone()
-    call = Call(x.clone(), kept, lengths, start, autocast, from_layers)
+    call = Call(x.clone(), kept, lengths, start, autocast, most)
     layer.recent_calls.add(call, x.shape[-2])
 
 
@@ -261,7 +270,7 @@ keep_compiled_call = register_operator(
     "keep_call",
     # `count` does not change. Declaring it mutated keeps the operator from being eliminated.
     "(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
-    "ScalarType? autocast, bool from_layers, int key) -> ()",
+    "ScalarType? autocast, int most, int key) -> ()",
     _keep_compiled_call,
     lambda *args: None,
 )

@@ -191,7 +191,7 @@ def test_no_text_from_a_classifier(digits_runs, tmp_path):
     assert re.search("run on digits.*not a text", words(done.output))
     done = invoke("evaluate", tmp_path)
     assert done.exit_code == 2
-    assert "holds no run" in done.output
+    assert "holds no run: it has no config.json" in words(done.output)
 
 
 def test_publishing(digits_runs, tmp_path):

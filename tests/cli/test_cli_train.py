@@ -251,7 +251,7 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         (["train", "digits", "--device", "gpu"], "device .*auto, cpu, cuda or cuda:N"),
         (["train", "digits", "--model", "lstm", "--set", "normalization.gama=1"], r"gamma\?"),
         (["train", "digits", "--set", "normalization.gama=1"], r"normalization\.gamma\?"),
-        (["resume", "nowhere"], "holds no run"),
+        (["resume", "nowhere"], "holds no run: the folder does not exist"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):

@@ -110,7 +110,8 @@ def reproduce(
 
     def work() -> None:
         if target != "all" and target not in plan.TARGETS:
-            raise ValueError(f"target must be one of {', '.join(plan.TARGETS)} or all: {target!r}")
+            targets = ", ".join(plan.TARGETS)
+            raise ValueError(f"target must be one of {targets} or all, got {target!r}")
         if recipe not in ("short", "paper"):
             raise ValueError(f"recipe must be short or paper, got {recipe!r}")
         base = Path("runs/quick") if quick else Path("runs")
@@ -160,7 +161,10 @@ def report(results: Folder = None, out: Report = None, comparison: Compared = No
         source = default_folder("results") if results is None else results
         target = default_folder("report", "docs/report") if out is None else out
         if not source.is_dir():
-            raise ValueError(f"the folder of results {source} does not exist")
+            raise ValueError(
+                f"the folder of results {source} does not exist: fill it with `rbn reproduce` or "
+                "`rbn publish`, or name another with --results"
+            )
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is a file, not a folder for the report")
         result_set = ResultSet.read(source)

@@ -101,7 +101,8 @@ def read_config(folder: Path) -> tuple[Config, int]:
     except NotADirectoryError as error:
         raise NotADirectoryError(f"{folder} is a file, not the folder of a run") from error
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder} holds no run: it has no {path.name}") from error
+        reason = f"it has no {path.name}" if folder.is_dir() else "the folder does not exist"
+        raise FileNotFoundError(f"{folder} holds no run: {reason}") from error
     try:
         return from_mapping(content["config"]), int(content["seed"])
     except (KeyError, TypeError, ValueError) as error:

@@ -248,6 +248,7 @@ def test_nothing_published(tmp_path):
     done = CliRunner().invoke(app, ["report", "--results", str(tmp_path / "none")])
     assert done.exit_code == 2
     assert "the folder of results" in done.output
+    assert "name another with --results" in " ".join(done.output.split())
 
 
 def test_a_figure_without_any_line_is_drawn(tmp_path):

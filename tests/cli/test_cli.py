@@ -105,7 +105,8 @@ def test_outside_a_clone_everything_is_in_one_folder(
     done = call("publish", "runs/digits/lstm-seed1")
     assert done.output == "runs/results/digits/lstm-seed1.json\n"
     done = call("report")
-    assert done.output.startswith("rbn: no results of the paper's tasks in runs/results")
+    assert done.output.startswith("rbn: no results ")
+    assert "runs/results" in done.output
     (tmp_path / "elsewhere/runs/results/mnist").mkdir()
     published = Path(__file__).parents[2] / "results/mnist"
     for name in ("lstm-seed1.json", "lstm-seed1.csv"):

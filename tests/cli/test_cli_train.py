@@ -49,7 +49,7 @@ def test_out_of_time_and_resumed(whole, tmp_path):
     done = invoke("train", "digits", *SMALL, *options)
     assert done.exit_code == 3, done.output
     said = " ".join(done.output.split())
-    assert f"rbn: out of time at step 1, saved. Resume with: rbn resume {folder}" in said
+    assert re.search(rf"rbn: out of time at step 1.*rbn resume {folder}", said)
     assert not (folder / "result.json").exists()
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0, done.output
@@ -95,7 +95,7 @@ def test_control_c_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
-    assert f"saved. Resume with: rbn resume {folder}" in errors
+    assert f"rbn resume {folder}" in errors
     assert "Traceback" not in errors
 
 
@@ -486,4 +486,4 @@ def test_sigterm_saves_and_says_how_to_resume(warm_process, tmp_path):
     process.send_signal(signal.SIGTERM)
     code, errors = process.wait(120), process.errors
     assert code == 143, errors
-    assert f"saved. Resume with: rbn resume {folder}" in errors
+    assert f"rbn resume {folder}" in errors

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_shapes_that_do_not_fit_are_named():
     other = rbn.BatchNormLSTM(3, 6, 2, bidirectional=True)
     with pytest.raises(RuntimeError) as error:
         other.load_state_dict(layer.state_dict())
-    assert "stats_h_l0.mean, var and count must have shapes [steps, 24]" in str(error.value)
+    assert re.search(r"stats_h_l0\.mean.*\[steps, 24\]", str(error.value))
     assert "size mismatch for weight_hh_l0" in str(error.value)
     assert not other.stats_h_l0.estimated
     bad = dict(layer.state_dict())

@@ -198,8 +198,8 @@ def test_what_needs_no_training(tmp_path):
     assert set(found) == set(findings.EXPERIMENTS)
     rows = found["no-noise"].rows
     assert (rows[1][0], rows[1][1], rows[1][3]) == ("0", "nan", "0")  # explodes as written
-    assert "explodes, as the paper says" in found["no-noise"].outcome
-    assert "whether that is more than chance" in found["data-start"].outcome
+    assert "explodes" in found["no-noise"].outcome
+    assert "chance" in found["data-start"].outcome
     result_set = ResultSet.read(tmp_path / "results", True)
     assert len(figure("fig1a", result_set).panels) == 3
     assert not figure("fig1b", result_set).missing

@@ -226,7 +226,8 @@ if end == "interrupt":
 @pytest.mark.parametrize("end", ["exit", "fork", "interrupt"])
 def test_a_process_ends_while_it_compiles(end, tmp_path):
     """At its end it waits for the compiler; what that wrote is whole."""
-    command = [sys.executable, "-W", "error", "-c", ENDS, end]
+    forks = "ignore:This process:DeprecationWarning"  # a warning about any fork beside threads
+    command = [sys.executable, "-W", "error", "-W", forks, "-c", ENDS, end]
     caches = {"RBN_CACHE": str(tmp_path)}
     run = subprocess.run(
         command, env=os.environ | caches, capture_output=True, text=True, timeout=120

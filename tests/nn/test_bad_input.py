@@ -264,7 +264,7 @@ def test_a_subclass_with_an_option_of_its_own_can_be_shown():
         def __init__(self, input_size, hidden_size, extra=3):
             super().__init__(input_size, hidden_size, max_length=extra)
 
-    assert repr(Mine(3, 4)).startswith("Mine(\n  3, 4\n")
+    assert repr(Mine(3, 4)) == "Mine(3, 4)"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

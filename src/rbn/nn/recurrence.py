@@ -68,6 +68,10 @@ class Recurrence(nn.Module, abc.ABC):
         self.hidden_noise = checks.not_negative("hidden_noise", hidden_noise)
         self.zoneout = checks.zoneout_rates(zoneout, len(self.states))
 
+    def __repr__(self) -> str:
+        """One line, like `torch.nn.LSTM`'s: without the modules that hold the statistics."""
+        return f"{type(self).__name__}({self.extra_repr()})"
+
     def extra_repr(self) -> str:
         """The sizes, and the options that differ from the defaults, for ``print(module)``."""
         text = f"{self.input_size}, {self.hidden_size}"

@@ -296,7 +296,7 @@ def replica(module):
         for name, child in each._modules.items():
             setattr(replica, name, copies[modules.index(child)])
         for name, parameter in each._parameters.items():
-            setattr(replica, name, parameter.view_as(parameter))
+            setattr(replica, name, None if parameter is None else parameter.view_as(parameter))
         for name, buffer in each._buffers.items():
             setattr(replica, name, buffer.clone())
     return copies[0]

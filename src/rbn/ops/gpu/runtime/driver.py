@@ -1,7 +1,7 @@
 """CUDA driver calls that torch does not expose: loading code, cooperative and cluster launches.
 
 Through ctypes, not cuda-bindings: torch depends on that only from 2.10 on, and `rbn` supports 2.6
-and needs only torch. The same goes for `nvrtc`. It would save about a microsecond per launch.
+and needs only torch. The same goes for `nvrtc`. A launch would take about as long.
 """
 
 from __future__ import annotations

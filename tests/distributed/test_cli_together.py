@@ -67,10 +67,14 @@ def wait_for(condition, process):
 
 
 def ranks_of(process):
-    """The processes that it started, in the order of their ranks."""
+    """The processes that it started, in the order of their ranks.
+
+    The kernel lists children in the order in which they were started. Their numbers can be in
+    another order: after the largest number it goes on with the smallest free one.
+    """
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     names = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-    return sorted(pid for pid, name in names.items() if "resource_tracker" not in name)
+    return [pid for pid, name in names.items() if "resource_tracker" not in name]
 
 
 def step_of(folder):

@@ -79,6 +79,17 @@ def test_no_call_makes_the_host_wait(layer_class):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_one_graph_takes_lengths_from_the_cpu(layer_class):
+    layer = layer_class(3, 4).cuda()
+    x, lengths = torch.randn(6, 5, 3, device="cuda"), torch.tensor([6, 1, 4, 5, 2])
+    layer(x)
+    layer.eval()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected, found = layer(x, lengths=lengths)[0], compiled(x, lengths=lengths)[0]
+    torch.testing.assert_close(found, expected)
+
+
 def test_population_statistics_leave_the_random_state_alone():
     layer = rbn.BatchNormLSTM(3, 4, hidden_noise=0.1).cuda()
     state = torch.cuda.get_rng_state()

@@ -12,9 +12,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import rbn
 from rbn.nn import checks
 from rbn.nn.layers import padded_sequence, reverse
+from rbn.ops.types import to_device
 
 LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+GPU = torch.device("cuda")
 
 
 def finals(hx):
@@ -113,6 +115,14 @@ def test_lengths_may_be_any_integers(lengths):
     layer = rbn.BatchNormLSTM(3, 4)
     expected, _ = layer(torch.ones(4, 2, 3), lengths=torch.tensor([4, 2]))
     assert torch.equal(layer(torch.ones(4, 2, 3), lengths=lengths)[0], expected)
+
+
+def test_lengths_on_the_cpu_can_be_traced_for_a_gpu(monkeypatch):
+    """Tracers have no `pin_memory`."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *to, **options: (*to, options))
+    assert to_device(torch.tensor([4, 2]), GPU) == (GPU, {})
 
 
 def test_only_the_unpadded_part_is_reversed():

@@ -61,8 +61,8 @@ def readable(values: Tensor) -> bool:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values to a device. The host does not wait for a GPU's earlier work."""
-    if values.is_cpu and device.type == "cuda":
+    """Copy values to a device. The host does not wait for a GPU's earlier work, unless traced."""
+    if readable(values) and device.type == "cuda":  # no compiler can trace `pin_memory`
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
 

@@ -203,6 +203,25 @@ def test_copies_files_and_casts():
         assert torch.equal(other(x)[0], wanted)  # in training mode, too
 
 
+def test_single_steps_without_start_warn_once():
+    folded, x = rbn.fold(trained()), torch.randn(4, 2, 5)
+    hx = None
+    for t in range(4):
+        _, hx = folded(x[t : t + 1], hx, start=t)
+    _, hx = folded(x[:1])
+    with pytest.warns(UserWarning, match=r"FoldedLSTM.*start=step"):
+        _, hx = folded(x[1:2], hx)
+    folded(x[2:3], hx)
+
+
+@pytest.mark.parametrize("options", [{"max_length": 1}, {"ablations": ("shared_stats",)}], ids=str)
+def test_single_steps_with_the_same_statistics_do_not_warn(options):
+    folded, x = rbn.fold(trained(**options)), torch.randn(4, 2, 5)
+    hx = None
+    for t in range(4):
+        _, hx = folded(x[t : t + 1], hx)
+
+
 def test_half_precision():
     layer, x = trained(), torch.randn(11, 2, 5).bfloat16()
     # The recurrence is in float32, from input terms rounded to 8 bits and scales of about 1.

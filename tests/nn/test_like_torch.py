@@ -180,6 +180,13 @@ def test_from_lstm_takes_options_and_refuses_what_it_cannot_copy():
         rbn.LSTM.from_lstm(nn.GRU(3, 5))
 
 
+@pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM])
+def test_proj_size_may_be_given_as_0_only(layer_class):
+    assert layer_class(3, 5, proj_size=0).proj_size == 0
+    with pytest.raises(ValueError, match=r"proj_size must be 0, got 2.*" + layer_class.__name__):
+        layer_class(3, 5, proj_size=2)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_to_lstm_is_the_same_network(bias):
     torch.manual_seed(2)

@@ -134,6 +134,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             weights before the layer is evaluated, saved or copied. Draws the masks of zoneout, as
             in training, but not those of dropout. False: evaluate with the running averages, which
             lag behind the weights.
+        proj_size: must be 0. Accepted because `torch.nn.LSTM` has it.
 
     Parameters of each layer k, with the suffix ``_reverse`` for the backward direction:
     ``weight_ih_lk [4H, I]``, ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``,
@@ -166,6 +167,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         ablations: Iterable[Ablation] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
+        proj_size: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -181,6 +183,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             hidden_noise=hidden_noise,
             zoneout=zoneout,
             weight_dropout=weight_dropout,
+            proj_size=proj_size,
         )
         self._set_normalization(
             max_length,

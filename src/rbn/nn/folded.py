@@ -13,6 +13,7 @@ import rbn.ops as ops
 from rbn.nn import checks
 from rbn.nn.batch_norm_lstm import BatchNormLSTM
 from rbn.nn.layers import Layers
+from rbn.nn.recent_calls import RecentCalls
 from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics
 from rbn.ops import steps
@@ -62,6 +63,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     """
 
     definition = LSTM
+    step_hint = "layer(input, hx, start=step)"
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
             zoneout=zoneout,
         )
         self.ablations = frozenset(checks.choice("ablations", n, _ABLATIONS) for n in ablations)
+        self._recent_calls = RecentCalls()  # remembers the last step's state
         self._build(device, dtype)
         self.eval()
 
@@ -205,6 +208,15 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     ) -> tuple[Tensor, States]:
         output, *states, _ = result
         return output, tuple(states)
+
+    def _check_repeated_step(self, hx: Any, states: Any) -> None:
+        if "_warned_step" in self.__dict__ or all(
+            table is None or len(table) == 1 for table in self._tables("_l0")
+        ):
+            return
+        if self._recent_calls.continues(None if hx is None else hx[0]):
+            self._warn_repeated_step()
+        self._recent_calls.remember_last(states[0])
 
     # Loading and casting ------------------------------------------------------------------------
 

@@ -313,12 +313,7 @@ class FreshStatistics(Recurrence):
         if max(len(s.mean) for s in self._all_statistics()) < 2 or not self._separates_steps():
             return
         if self.recent_calls.continues(hx[0] if isinstance(hx, (tuple, list)) else hx):
-            self.__dict__["_warned_step"] = True
-            checks.warn(
-                f"{type(self).__name__} continues from its previous step, but {self.step_argument} "
-                "was not given: each call uses the statistics of step 0. Pass the step number: "
-                f"{self.step_hint}"
-            )
+            self._warn_repeated_step()
         self.recent_calls.remember_last(states[0] if isinstance(states, tuple) else states)
 
     def _separates_steps(self) -> bool:

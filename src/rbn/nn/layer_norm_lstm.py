@@ -95,6 +95,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         weight_dropout: float = 0.0,
+        proj_size: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -110,6 +111,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
             hidden_noise=hidden_noise,
             zoneout=zoneout,
             weight_dropout=weight_dropout,
+            proj_size=proj_size,
         )
         self._set_normalization(gamma, eps)
         self._build(device, dtype)

@@ -42,6 +42,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         dropout: float,
         bidirectional: bool,
         weight_dropout: float,
+        proj_size: int = 0,
         **options: Any,
     ) -> None:
         """Check the options. The subclass calls `_build` after checking its own."""
@@ -54,6 +55,11 @@ class Layers(Recurrence, Generic[GivenStates]):
             checks.warn(
                 "dropout is applied to the output of every layer except the last, so it needs "
                 f"num_layers greater than 1, got dropout={dropout} and num_layers=1"
+            )
+        if proj_size != 0:
+            raise ValueError(
+                f"proj_size must be 0, got {proj_size}: {type(self).__name__} has no projection of "
+                "its output"
             )
         self.proj_size = 0
         self.bidirectional = checks.layer_flag("bidirectional", bidirectional)

@@ -71,6 +71,7 @@ class LSTM(_LSTM, LSTMLayers):
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         weight_dropout: float = 0.0,
+        proj_size: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,6 +87,7 @@ class LSTM(_LSTM, LSTMLayers):
             hidden_noise=hidden_noise,
             zoneout=zoneout,
             weight_dropout=weight_dropout,
+            proj_size=proj_size,
         )
         self.cell_bias = boolean("cell_bias", cell_bias)
         self._build(device, dtype)

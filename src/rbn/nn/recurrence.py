@@ -243,6 +243,15 @@ class Recurrence(nn.Module, abc.ABC):
     def _check_repeated_step(self, hx: Any, states: Any) -> None:
         """Like `_check_first_step`, in `eval()`. states: what the step from `hx` returned."""
 
+    def _warn_repeated_step(self) -> None:
+        """The warning of `_check_repeated_step`, once."""
+        self.__dict__["_warned_step"] = True
+        checks.warn(
+            f"{type(self).__name__} continues from its previous step, but {self.step_argument} "
+            "was not given: each call uses the statistics of step 0. Pass the step number: "
+            f"{self.step_hint}"
+        )
+
     @abc.abstractmethod
     def _run_call(
         self, x: Tensor, states: States | None, lengths: Tensor | None, start: int

@@ -3,10 +3,12 @@
 Needs NVRTC but no GPU. For each GPU: registers, shared memory and stack of every kernel at the
 largest layer that fits, in bf16 and float32. These are the compiler's numbers; of these GPUs, only
 the H200 has run the kernels. Prints a table and writes benchmarks/results/kernel-resources.csv.
+The tests take from there what the compiler would give again.
 """
 
 import csv
 import ctypes
+import hashlib
 import importlib.util
 import struct
 import time
@@ -189,6 +191,20 @@ def resources(kernel):
     return found[_REGISTER_COUNT], found[_FRAME_SIZE]
 
 
+def inputs(kernel):
+    """A digest of everything that the machine code depends on."""
+    text = nvrtc.source(kernel.name)
+    key = (text, sorted(kernel.defines.items()), kernel.arch, nvrtc.version(), nvrtc._OPTIONS)
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:20]
+
+
+def recorded():
+    """Registers and stack from the table, by the digest of what they depend on."""
+    with RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {row["inputs"]: (int(row["registers"]), int(row["stack_bytes"])) for row in rows}
+
+
 def _sections(elf):
     """Names and contents of the sections of a 64-bit ELF file."""
     (at,) = struct.unpack_from("<Q", elf, 40)
@@ -222,14 +238,15 @@ def main():
     origin = ["compiled only, not run", ".".join(map(str, nvrtc.version())), commit()]
     origin.append(time.strftime("%Y-%m-%d"))
     columns = ["gpu", "arch", "kernel", "dtype", "batch", "hidden", "threads", "registers"]
-    columns += ["stack_bytes", "shared_bytes", "shared_limit", "how", "nvrtc", "commit", "date"]
+    columns += ["stack_bytes", "shared_bytes", "shared_limit", "inputs", "how", "nvrtc"]
+    columns += ["commit", "date"]
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         for (gpu, kernel), (registers, stack) in zip(jobs, results, strict=True):
             dtype = str(kernel.dtype).removeprefix("torch.")
             row = [gpu.name, kernel.arch, kernel.name, dtype, kernel.batch, kernel.hidden]
-            row += [kernel.threads, registers, stack, kernel.shared, gpu.shared]
+            row += [kernel.threads, registers, stack, kernel.shared, gpu.shared, inputs(kernel)]
             writer.writerow([*row, *origin])
             print(*row)
 

@@ -397,17 +397,49 @@ def test_inputs_that_layers_made_are_fewer():
 
 @pytest.mark.parametrize("size", [6, 1])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_inputs_with_states_that_layers_made_are_the_fewest(kind, size):
+def test_sequences_in_pieces_with_states_that_layers_made_are_fewer(kind, size):
     layer = KINDS[kind]()
     for x in inputs(6, rows=30):
         h = torch.randn(1, 30, 5) * torch.ones((), requires_grad=True)
         hx = (h, h) if kind == "lstm" else h
         for start in range(0, 6, size):
             _, hx = layer(x[start : start + size], hx, start=start)
-    assert len(list(layer.recent_calls)) == 3
     for x in inputs(6, rows=30):
         layer(x, torch.zeros(1, 30, 5) if kind == "gru" else (torch.zeros(1, 30, 5),) * 2)
+    assert len(list(layer.recent_calls)) == 12
+    for x in inputs(6, rows=30):
+        layer(x * torch.ones((), requires_grad=True))
     assert len(list(layer.recent_calls)) == 9
+
+
+def decode(kind, drift, trained=True, calls=6):
+    """A layer after calls of 30 sequences whose initial states move by `drift` from call to call.
+
+    Returns the layer and what each call was given.
+    """
+    torch.manual_seed(0)
+    layer = KINDS[kind]()
+    scale, given = torch.ones((), requires_grad=trained), []
+    for k, x in enumerate(inputs(calls, rows=30)):
+        h, c = torch.randn(2, 2 if kind in ("stacked", "bidirectional") else 1, 30, 5) + drift * k
+        given.append((x, h if kind == "gru" else (h, c)))
+        layer(x, h * scale if kind == "gru" else (h * scale, c))
+    return layer, given
+
+
+@pytest.mark.parametrize(
+    ("drift", "trained", "used"), [(0, True, 6), (0.5, True, 3), (0.5, False, 6)]
+)
+@pytest.mark.parametrize("kind", ["lstm", "gru", "stacked", "bidirectional"])
+def test_older_initial_states_are_left_out_if_an_encoder_has_changed_them(
+    kind, drift, trained, used
+):
+    """Of 30 sequences each, three calls are needed for 64."""
+    layer, given = decode(kind, drift, trained)
+    wanted = copy.deepcopy(layer)
+    rbn.update_population_stats(wanted, given[-used:], forward=lambda m, call: m(*call))
+    layer.eval()
+    assert_same(statistics(layer), statistics(wanted))
 
 
 def test_short_epochs_keep_earlier_inputs():

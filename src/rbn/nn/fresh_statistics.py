@@ -22,10 +22,12 @@ from rbn.nn.recent_calls import (
     Call,
     RecentCalls,
     Signature,
+    are_trained,
     keep_compiled_call,
     register,
     rows_to_keep,
     version,
+    without_outdated_states,
 )
 from rbn.nn.recurrence import Recurrence, States
 from rbn.nn.statistics import PopulationStatistics, enough_to_estimate, temporarily
@@ -179,7 +181,7 @@ class FreshStatistics(Recurrence):
                 every = list(recent)
                 unchanged = [calls for calls in every if all(call.unchanged for call in calls)]
                 self._check_kept(every, unchanged)
-                for calls in self._without_nan(unchanged):
+                for calls in without_outdated_states(self._without_nan(unchanged)):
                     states: States | None = None
                     for call in calls:
                         states = self._replay(call, states)
@@ -265,6 +267,7 @@ class FreshStatistics(Recurrence):
                     start,
                     self._type(self._weight()) if self._under_autocast() else None,
                     rows_to_keep(x, states),
+                    are_trained(states),
                     self._key,
                 )
             return
@@ -274,7 +277,7 @@ class FreshStatistics(Recurrence):
             # Replays of the graph skip this code, so the statistics stay running averages.
             self.recent_calls.clear()
             return
-        recent, most = self.recent_calls, rows_to_keep(x, states)
+        recent, most, trained = self.recent_calls, rows_to_keep(x, states), are_trained(states)
         same_sequences = states is not None and recent.follows(start, rows)
         if same_sequences and recent.returned(states):
             states = None
@@ -285,6 +288,7 @@ class FreshStatistics(Recurrence):
             start,
             torch.get_autocast_dtype(x.device.type) if self._under_autocast() else None,
             most,
+            trained,
         )
         recent.add(call, rows, same_sequences=same_sequences)
 

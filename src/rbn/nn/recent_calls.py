@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from rbn.ops.types import valid_steps
 
 ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures the effect
 # Fewer if trainable layers produced the inputs: older inputs come from older weights and are less
-# accurate. Statistics react most to initial states, such as those of a decoder.
+# accurate.
 ROWS_OF_LAYERS = 256
+# Statistics react most to initial states, such as those of a decoder. If these have changed in the
+# meantime, only the newest sequences are used; benchmarks/decoder_statistics.py.
 ROWS_OF_STATES = 64
 BYTES = 128 * 2**20  # memory limit of kept inputs
 LEAST_ROWS = 16  # kept even above the memory limit
@@ -44,6 +46,7 @@ class Call:
         start: the time step of the first row of x.
         autocast: the autocast dtype, or None.
         most: how many sequences to keep if such calls are the most recent ones.
+        trained_states: whether trainable layers or parameters produced the initial states.
         nbytes: the size of the tensors in bytes.
     """
 
@@ -55,10 +58,12 @@ class Call:
         start: int = 0,
         autocast: torch.dtype | None = None,
         most: int | None = None,
+        trained_states: bool = False,
     ) -> None:
         self.x, self.states, self.lengths = x, states, lengths
         self.start, self.autocast = start, autocast
         self.most = ROWS if most is None else most
+        self.trained_states = trained_states
         tensors = self._tensors()
         self._versions = [version(t) for t in tensors]
         self.nbytes = sum([t.nbytes for t in tensors])
@@ -82,7 +87,7 @@ class Call:
         states = None if self.states is None else tuple(s[:, :rows].clone() for s in self.states)
         lengths = None if self.lengths is None else self.lengths[:rows].clone()
         x = self.x[:, :rows].clone()
-        return Call(x, states, lengths, self.start, self.autocast, self.most)
+        return Call(x, states, lengths, self.start, self.autocast, self.most, self.trained_states)
 
     def _tensors(self) -> list[Tensor]:
         if self.states is None and self.lengths is None:
@@ -224,9 +229,44 @@ class RecentCalls:
 
 def rows_to_keep(x: Tensor, states: States | None) -> int:
     """How many sequences to keep of calls with such an input and given initial states."""
-    if states is not None and any(state.requires_grad for state in states):
-        return ROWS_OF_STATES
-    return ROWS_OF_LAYERS if x.requires_grad else ROWS
+    return ROWS_OF_LAYERS if x.requires_grad or are_trained(states) else ROWS
+
+
+def are_trained(states: States | None) -> bool:
+    """Whether trainable layers or parameters produced the given initial states."""
+    return states is not None and any(state.requires_grad for state in states)
+
+
+def without_outdated_states(kept: list[list[Call]]) -> list[list[Call]]:
+    """The newest `ROWS_OF_STATES` sequences if trained initial states have changed, else all.
+
+    They have changed if their mean over the older sequences differs from that over the newest by
+    more than it does for random sequences: by more than ``var * (1 / older + 1 / newest)`` in the
+    square, on average over features.
+
+    Args:
+        kept: calls grouped by sequences, oldest first.
+    """
+    first = [calls[0] for calls in kept]
+    if not all(call.trained_states and call.states is not None for call in first):
+        return kept
+    rows = [call.x.shape[-2] for call in first]
+    split = len(rows)
+    while split > 0 and sum(rows[split:]) < ROWS_OF_STATES:
+        split -= 1
+    if split == 0:
+        return kept
+    chance = 1 / sum(rows[:split]) + 1 / sum(rows[split:])
+    ratios = []
+    for states in zip(*[cast(States, call.states) for call in first], strict=True):
+        where = states[-1].device
+        older, newest = (
+            torch.cat([state.to(where, torch.float32) for state in part], -2)
+            for part in (states[:split], states[split:])
+        )
+        var = torch.cat([older, newest], -2).var(-2).clamp(min=1e-12)
+        ratios.append(((older.mean(-2) - newest.mean(-2)).square() / var).mean() / chance)
+    return kept[split:] if float(torch.stack(ratios).mean()) > 1 else kept
 
 
 def version(tensor: Tensor) -> int:
@@ -254,6 +294,7 @@ def _keep_compiled_call(
     start: int,
     autocast: torch.dtype | None,
     most: int,
+    trained_states: bool,
     key: int,
 ) -> None:
     """Keep a copy of a compiled graph's call: the graph reuses the memory of its tensors."""
@@ -262,7 +303,7 @@ def _keep_compiled_call(
         return
     kept = tuple([state.clone() for state in states]) or None
     lengths = None if lengths is None else lengths.clone()
-    call = Call(x.clone(), kept, lengths, start, autocast, most)
+    call = Call(x.clone(), kept, lengths, start, autocast, most, trained_states)
     layer.recent_calls.add(call, x.shape[-2])
 
 
@@ -270,7 +311,7 @@ keep_compiled_call = register_operator(
     "keep_call",
     # `count` does not change. Declaring it mutated keeps the operator from being eliminated.
     "(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
-    "ScalarType? autocast, int most, int key) -> ()",
+    "ScalarType? autocast, int most, bool trained_states, int key) -> ()",
     _keep_compiled_call,
     lambda *args: None,
 )

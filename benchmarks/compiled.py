@@ -1,9 +1,10 @@
 """Times a training call of BatchNormLSTM on the GPU: eager and with `torch.compile`.
 
 Also times nn.LSTM in bf16 and fp16. The modes alternate over full measurements; each is the median
-of rounds of 30 calls. Prints a table and writes benchmarks/results/compiled.csv.
+of rounds of 30 calls. Prints a table and writes benchmarks/results/compiled.csv, row by row.
 """
 
+import argparse
 import csv
 import statistics
 import time
@@ -45,6 +46,11 @@ def milliseconds(layer, call, x):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    out = parser.parse_args().out
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     origin = [torch.cuda.get_device_name(), versions, commit(), time.strftime("%Y-%m-%d")]
     rows = []
@@ -63,8 +69,8 @@ def main():
                 name = str(dtype).removeprefix("torch.")
                 rows.append([make.__name__, name, T, B, inputs, H, mode, ms, *origin])
                 print(*rows[-1][:8], flush=True)
-    with RESULTS.open("w", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, *rows])
+                with out.open("w", newline="") as file:
+                    csv.writer(file).writerows([COLUMNS, *rows])
 
 
 if __name__ == "__main__":

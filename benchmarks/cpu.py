@@ -2,7 +2,7 @@
 
 For each shape and layer: the forward pass, forward and backward together, and the peak memory
 of a training step (in a separate process). Prints a table and writes
-benchmarks/results/cpu.csv.
+benchmarks/results/cpu.csv, row by row.
 """
 
 import argparse
@@ -164,6 +164,7 @@ def main():
     print(f"{facts['machine']}; {versions}\n")
     header = f"{'shape T,B,I,H':>17}  {'what':<20}{'fwd ms':>10}{'fwd+bwd ms':>12}{'peak MiB':>10}"
     print(header + f"{'ratio':>7}")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for shape in SHAPES:
         times = time_shape(shape, arguments.repeats, not arguments.no_loop)
@@ -178,16 +179,15 @@ def main():
                 **facts,
             }
             rows.append(row)
+            with arguments.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                writer.writeheader()
+                writer.writerows(rows)
             print(
                 f"{row['shape']:>17}  {what:<20}{forward:>10.1f}{both:>12.1f}"
                 f"{row['peak_mb']:>10}{row['ratio_to_nn_lstm']:>7.2f}",
                 flush=True,
             )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
     print(f"\nwritten to {arguments.out}")
 
 

@@ -2,7 +2,7 @@
 
 Forward and backward of a training call in a CUDA graph, to exclude the host's time.
 The selection in ``rbn.ops.gpu.lstm.grid.grid_kernels`` follows this table. Kernels are compiled in
-several processes first. Appends to benchmarks/results/families.csv.
+several processes first. Appends to benchmarks/results/families.csv, row by row.
 """
 
 import argparse
@@ -91,6 +91,7 @@ def with_family(family):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=min(13, os.cpu_count() or 1))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)  # which part of the cases
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
@@ -106,11 +107,12 @@ def main():
     workers = [subprocess.Popen([*command, str(k)]) for k in range(arguments.workers)]
     for worker in workers:
         worker.wait()
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
+    new = not arguments.out.exists()
+    with arguments.out.open("a", newline="") as file:
         writer = csv.writer(file)
         if new:
             writer.writerow(COLUMNS)
+            file.flush()
         for shape, dtype in cases():
             found = []
             for family in FAMILIES:

@@ -4,7 +4,8 @@ Trains a small model with PyTorch's own tools only. After every epoch it validat
 weights three times: with the running averages (``refresh_stats=False``), with the statistics that
 the layer re-estimates from its most recent training inputs (the default), and with exact ones (the
 entire training set at the current weights). ``--rows`` compares other numbers of kept sequences.
-Prints a table and writes benchmarks/results/fresh_statistics.csv, replacing the task's rows.
+Prints a table and writes benchmarks/results/fresh_statistics.csv after every epoch, replacing the
+task's rows.
 
     python benchmarks/fresh_statistics.py digits pdigits pydoc
     python benchmarks/fresh_statistics.py pmnist ptb --device cuda --data-dir DATA
@@ -225,11 +226,11 @@ def main():
                 )
                 values = (task, seed, epoch, unit, numbers_[0], rows, *numbers_[1:], *about)
                 new.append(dict(zip(COLUMNS, values, strict=True)))
-            args.out.parent.mkdir(exist_ok=True)
-            with args.out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows([*kept, *new])
+                args.out.parent.mkdir(exist_ok=True)
+                with args.out.open("w", newline="") as file:
+                    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                    writer.writeheader()
+                    writer.writerows([*kept, *new])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A stream is one sequence, fed one step at a time from Python, with the states of the previous step.
 A layer gets a full sequence in one call. Modules alternate, so that a slow moment of the machine
-affects all of them. Prints a table and writes benchmarks/results/streaming-<device>.csv.
+affects all of them. Prints a table and writes benchmarks/results/streaming-<device>.csv, row by
+row.
 """
 
 import argparse
@@ -135,6 +136,13 @@ def numbers(times, name, peer):
     return {"median_us": round(median, 1), "spread_us": round(spread, 1), "ratio": ratio}
 
 
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -166,21 +174,18 @@ def main():
         for row in measure_streams(units, mode, arguments.repeats, device)
     )
     whole = (r for shape in SHAPES for r in measure_layers(shape, arguments.layer_repeats, device))
+    out = arguments.out or RESULTS / f"streaming-{device}.csv"
+    out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for row in itertools.chain(streams, whole):
         rows.append({**row, **common})
+        write(out, rows)
         shape = ",".join(str(row[k]) for k in "TBIH")
         print(
             f"{shape:>15}  {row['what']:<24}{row['mode']:<9}{row['median_us']:>11}"
             f"{row['ratio']:>8.2f}",
             flush=True,
         )
-    out = arguments.out or RESULTS / f"streaming-{device}.csv"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
     print(f"\nwritten to {out}")
 
 

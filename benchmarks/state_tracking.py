@@ -14,12 +14,12 @@ import csv
 import datetime
 import platform
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch import nn
 
 import rbn
 from rbn.experiments.results import commit
@@ -33,55 +33,34 @@ RATES = ("1e-3", "3e-3", "1e-2", "3e-2")
 MODELS = {
     "nn.LSTM": nn.LSTM,
     "BatchNormLSTM": rbn.BatchNormLSTM,
+    "BatchNormLSTM, gamma=1": partial(rbn.BatchNormLSTM, gamma=1.0),
     "LayerNormLSTM": rbn.LayerNormLSTM,
 }
-LENGTH, SHORTEST, DIGITS = 40, 4, 3
-HIDDEN, BATCH, STEPS, EVERY = 32, 32, 400, 25
+LENGTH, DIGITS, HIDDEN, STEPS, EVERY = 40, 3, 32, 400, 25
 HELD_OUT = 500  # sequences for validation, and for the test
 GOAL = 0.99
 
 
 @dataclass(frozen=True)
 class Task:
-    """Sequences of `LENGTH` digits, or of `SHORTEST` to `LENGTH`, and options of the layer."""
+    """Sequences in a training batch, and options of the layer."""
 
-    variable: bool = False
+    batch: int = 32
     layers: int = 1
     bidirectional: bool = False
 
 
 TASKS = {
     "one layer": Task(),
-    "one layer, variable length": Task(variable=True),
+    "one layer, batches of 128": Task(batch=128),
     "two bidirectional layers": Task(layers=2, bidirectional=True),
 }
 
 
-@dataclass(frozen=True)
-class Batch:
-    """digits: ``[T, B]``. lengths: ``[B]``, or None if all sequences have the same."""
-
-    digits: Tensor
-    lengths: Tensor | None
-
-    @classmethod
-    def draw(cls, task, sequences, generator):
-        digits = torch.randint(DIGITS, (LENGTH, sequences), generator=generator)
-        lengths = None
-        if task.variable:
-            lengths = torch.randint(SHORTEST, LENGTH + 1, (sequences,), generator=generator)
-        return cls(digits, lengths)
-
-    @property
-    def sums(self):
-        """The sum after each digit, ``[valid]``."""
-        return self.valid(self.digits.cumsum(0) % DIGITS)
-
-    def valid(self, values):
-        """The unpadded entries of ``[T, B, ...]``."""
-        if self.lengths is None:
-            return values.flatten(0, 1)
-        return values[torch.arange(LENGTH)[:, None] < self.lengths]
+def draw(sequences, generator):
+    """Digits ``[T, B]`` and the sum after each, modulo 3."""
+    digits = torch.randint(DIGITS, (LENGTH, sequences), generator=generator)
+    return digits, digits.cumsum(0) % DIGITS
 
 
 class Network(nn.Module):
@@ -91,20 +70,14 @@ class Network(nn.Module):
         self.layer = layer(DIGITS, HIDDEN, task.layers, bidirectional=task.bidirectional)
         self.linear = nn.Linear(HIDDEN * (1 + task.bidirectional), DIGITS)
 
-    def forward(self, batch):
-        """Scores of the sum after each digit, ``[valid, 3]``."""
-        x = F.one_hot(batch.digits, DIGITS).float()
-        if batch.lengths is None:
-            output, _ = self.layer(x)
-        else:
-            packed = pack_padded_sequence(x, batch.lengths, enforce_sorted=False)
-            output, _ = pad_packed_sequence(self.layer(packed)[0], total_length=LENGTH)
-        return batch.valid(self.linear(output))
+    def forward(self, digits):
+        """Scores of the sum after each digit, ``[T, B, 3]``."""
+        return self.linear(self.layer(F.one_hot(digits, DIGITS).float())[0])
 
 
 @torch.no_grad()
-def accuracy(network, batch):
-    return float((network.eval()(batch).argmax(-1) == batch.sums).float().mean())
+def accuracy(network, digits, sums):
+    return float((network.eval()(digits).argmax(-1) == sums).float().mean())
 
 
 def train(task, model, rate, seed):
@@ -112,14 +85,14 @@ def train(task, model, rate, seed):
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     held_out = torch.Generator().manual_seed(0)
-    valid, test = (Batch.draw(task, HELD_OUT, held_out) for _ in range(2))
+    valid, test = draw(HELD_OUT, held_out), draw(HELD_OUT, held_out)
     network = Network(model, task)
     optimizer = torch.optim.Adam(network.parameters(), float(rate))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, 2 - 2 * k / STEPS))
     goal, found = None, 0.0
     for step in range(1, STEPS + 1):
-        batch = Batch.draw(task, BATCH, generator)
-        loss = F.cross_entropy(network(batch), batch.sums)
+        digits, sums = draw(task.batch, generator)
+        loss = F.cross_entropy(network(digits).flatten(0, 1), sums.flatten())
         if not loss.isfinite():
             return None, None, goal, step
         optimizer.zero_grad()
@@ -128,10 +101,10 @@ def train(task, model, rate, seed):
         optimizer.step()
         schedule.step()
         if step % EVERY == 0:
-            found = accuracy(network, valid)
+            found = accuracy(network, *valid)
             goal = step if goal is None and found >= GOAL else goal
             network.train()
-    return found, accuracy(network, test), goal, None
+    return found, accuracy(network, *test), goal, None
 
 
 def main():

@@ -64,17 +64,22 @@ def with_term(
         make_factors: gives the factors of the product, such as `factors`.
         linear: the product, ``[..., I]`` and ``[G, I]`` to ``[..., G]``.
     """
-    batch, hidden = a.input.shape[1], a.weight_hh.shape[1]
-    states = [name for name, shape in definition.shapes.items() if shape == "BH"]
-    given = {name: getattr(a, name).expand(batch, hidden) for name in states}
+    a = with_states(definition, a)
     if a.weight_ih is None:
-        return a._replace(**given), {}
+        return a, {}
     kept: dict[str, Tensor | None] = {}
     if wx is None:
         x, w = make_factors(a.input, a.weight_ih)
         wx = linear(x, w)
         kept = {"wx": wx, "x": None if x is a.input else x, "w": None if w is a.weight_ih else w}
-    return a._replace(input=wx, weight_ih=None, **given), kept
+    return a._replace(input=wx, weight_ih=None), kept
+
+
+def with_states(definition: Definition, a: Arguments) -> Arguments:
+    """The arguments with states expanded to ``[B, H]``."""
+    batch, hidden = a.input.shape[1], a.weight_hh.shape[1]
+    states = [name for name, shape in definition.shapes.items() if shape == "BH"]
+    return a._replace(**{name: getattr(a, name).expand(batch, hidden) for name in states})
 
 
 def through_term(
@@ -93,7 +98,7 @@ def through_term(
         if gradient is not None and getattr(a, name).dim() == 1:
             gradients[name] = gradient.sum(0)
     dwx = gradients["input"]
-    gradients["weight_ih"] = None
+    gradients.setdefault("weight_ih", None)
     if a.weight_ih is None or dwx is None:
         return gradients
     x, w = a.input if x is None else x, a.weight_ih if w is None else w

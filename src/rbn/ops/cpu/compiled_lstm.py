@@ -34,15 +34,19 @@ from rbn.ops.cpu.fused_lstm import (
 )
 from rbn.ops.cpu.layout import Buffers, Layout
 from rbn.ops.cpu.norms import SequenceNorm, pooled_rstd
+from rbn.ops.cpu.one_feature import OneFeature
 from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.identical_rows import lower_rstd
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
 SMALL = 2048  # units * rows below which a second thread costs more than it saves
-_BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0", "h0", "packed", "start")
+_BUFFERS = (
+    *("wx", "wh", "x", "scale_x", "gates", "cand", "tanh_c", "hidden_states"),
+    *("c0", "h0", "packed", "start"),
+)
 MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
-_GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", *("d" + name for name in VECTORS))
+_GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", "dscale_x", *("d" + name for name in VECTORS))
 _NUMBERS = ("hidden", "keep", "mode_x", "mode_h", "mode_c", "rows_x", "rows_h", "rows_c")
 
 
@@ -155,6 +159,23 @@ def usable(a: LSTMArguments) -> bool:
     )
 
 
+def takes_input(a: LSTMArguments) -> bool:
+    """Whether `forward` and `backward` also support this call with W_x and the input itself.
+
+    That is a float32 input of one feature without a gradient, if its statistics are those of a
+    minibatch. Steps with too few rows use constants, which `OneFeature` does not have.
+    """
+    return (
+        a.weight_ih is not None
+        and a.input.shape[-1] == 1
+        and a.input.dtype == torch.float32
+        and not (a.save and a.input.requires_grad)
+        and not a.population
+        and (a.norm == "none" or a.sequence or a.lengths is None)
+        and usable(a)
+    )
+
+
 class Call:
     """One forward or backward pass: the arguments of the compiled step, and their tensors."""
 
@@ -170,8 +191,11 @@ class Call:
         for name in VECTORS:
             value = layout.optional(getattr(a, name))
             self.vectors[name] = None if value is None else value.contiguous()
+        self.feature: OneFeature | None = None
+        if a.weight_ih is not None:
+            self.feature = OneFeature(a, self.wx[: self.packing.rows], self.packing.batch)
         self.sequence: SequenceNorm | None = None
-        if a.sequence:
+        if a.sequence and self.feature is None:
             gamma_x = self.vectors["gamma_x"]
             assert gamma_x is not None
             self.sequence = SequenceNorm(gamma_x, a.eps, None)
@@ -181,7 +205,7 @@ class Call:
         self.common = sum(n >= layout.fewest for n in self.packing.sizes)
         for term, gamma in (("x", a.gamma_x), ("h", a.gamma_h), ("c", a.gamma_c)):
             mode = _NONE if gamma is None else _GIVEN if a.population else _BATCH
-            if term == "x" and self.sequence is not None:
+            if term == "x" and (self.feature is not None or self.sequence is not None):
                 mode = _NONE
             setattr(args, f"mode_{term}", mode)
             if mode == _BATCH:
@@ -189,6 +213,9 @@ class Call:
             if mode == _GIVEN:
                 setattr(args, f"rows_{term}", len(getattr(a, f"mean_{term}")))
         args.point(c0=self.c0, h0=self.h0, **self.vectors)
+        if self.feature is not None:
+            args.point(x=self.feature.x, scale_x=self.feature.scale)
+            args.rows_x = len(self.feature.scale)
         big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
         # The first row of each step, then the number of rows.
@@ -238,8 +265,11 @@ def forward(a: LSTMArguments) -> Forward:
     shapes = LSTM.statistics_shapes(a)
     new = [None if shape is None else wx.new_empty(shape) for shape in shapes for _ in range(2)]
     call.use_moments(call.given_moments(a) if a.population else new)
-    x = wx
-    if call.sequence is not None:
+    x: Tensor | None = wx
+    if call.feature is not None:
+        x = None
+        new[0:2] = call.feature.moments()
+    elif call.sequence is not None:
         x = call.sequence.forward(wx[: packing.rows])
         new[0:2] = call.sequence.moments(1)
 
@@ -262,14 +292,15 @@ def forward(a: LSTMArguments) -> Forward:
             call.own_steps(False)
             run(address, call.starts, common, steps, call.threads)
     else:
-        whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
+        whs, hs = buffers.views(wh), packing.split(hidden)
+        xs = None if x is None or not plain else packing.split(x)
         h, W = call.h0, call.weight.t().contiguous()  # [H, 4H]
         for t, n in enumerate(packing.sizes):
             h = h if len(h) == n else h[:n]
             if t == common:
                 call.fill_constants()
                 call.own_steps(False)
-            if plain:
+            if xs is not None:
                 torch.addmm(xs[t], h, W, out=whs[t])
             else:
                 torch.mm(h, W, out=whs[t])
@@ -289,7 +320,7 @@ def backward(
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
     H, rows, h0 = layout.hidden, packing.rows, call.h0
     hidden = states_of(r, H)
-    plain = args.mode_h == _NONE
+    plain, feature = args.mode_h == _NONE, call.feature
     own = [r.mean_x, r.rstd_x, r.mean_h, r.rstd_h, r.mean_c, r.rstd_c]
     if a.batch_stats:
         before, after = identical_steps_of(a, r)
@@ -301,7 +332,7 @@ def backward(
     call.use_moments(moments)
     args.keep = 1
     args.point(
-        wx=None if plain else wx,
+        wx=None if plain or feature is not None else wx,
         wh=None if plain else r.wh,
         gates=r.gates,
         cand=r.cand,
@@ -310,12 +341,16 @@ def backward(
     dy = None if doutput is None else layout.rows(doutput).contiguous()
     dh, dc = layout.state_gradient(dh_n, h0), layout.state_gradient(dc_n, call.c0)
     dwh = packing.buffer(4 * H, wx)
-    dwx = dwh if plain else packing.buffer(4 * H, wx)
+    dwx: Tensor | None = None
+    if feature is None:
+        dwx = dwh if plain else packing.buffer(4 * H, wx)
     grads = {
         "d" + name: None if value is None else torch.zeros_like(value)
         for name, value in call.vectors.items()
     }
     args.point(dy=dy, dh=dh, dc=dc, dwh=dwh, dwx=None if plain else dwx, **grads)
+    if feature is not None:
+        args.point(dscale_x=feature.dscale)
     panels = packed([call.weight.t()], 1, call.threads)
     args.point(packed=panels)
     run, address = call.library.rbn_lstm_backward_steps, ctypes.addressof(args)
@@ -335,6 +370,7 @@ def backward(
             torch.mm(dwhs[t], call.weight, out=dh[: packing.sizes[t]])
 
     if call.sequence is not None:
+        assert dwx is not None
         assert r.mean_x is not None
         assert r.rstd_x is not None
         call.sequence.restore(r.mean_x, r.rstd_x)
@@ -342,4 +378,6 @@ def backward(
         grads["dgamma_x"] = call.sequence.dgamma
     dweight = packing.outer(dwh, hidden, h0)
     vectors = {name: grads["d" + name] for name in VECTORS}
+    if feature is not None:
+        vectors |= feature.gradients()
     return layout.gradients(a, dwx, dweight, **vectors, h0=dh, c0=dc)

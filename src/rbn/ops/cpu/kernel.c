@@ -39,6 +39,8 @@ typedef struct {
     int64_t rows_x, rows_h, rows_c; /* rows of given statistics; the last serves all later steps */
     double eps;
     float *wx, *wh;            /* [N, 4H]; wx may be null */
+    /* An input term of one feature, instead of wx: x[r] * scale_x. Step t uses row min(t, rows_x - 1). */
+    const float *x, *scale_x;  /* [N] and [rows_x, 4H], null otherwise */
     float *gates;              /* [N, 4H], out: after their nonlinearities */
     float *cand, *tanh_c;      /* [N, H], out: the cell and its tanh */
     float *hidden_states;      /* [N, H], out */
@@ -52,6 +54,7 @@ typedef struct {
     float *dy;                 /* [N, H], may be null */
     float *dh, *dc;            /* [B, H], in and out */
     float *dwh, *dwx;          /* [N, 4H], out; dwx may be null */
+    float *dscale_x;           /* [rows_x, 4H], added to; only with x */
     float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c; /* added to; any may be null */
 } Args;
 

@@ -190,12 +190,14 @@ INLINE void NAME(term)(int64_t mode, Columns *x, float *buffer, int64_t n, int w
 /* A gate before its nonlinearity: its normalized terms and the bias. */
 typedef struct {
     Columns wh, wx;
+    const float *x; /* instead of wx: the input term is x[r] * sx */
     V mh, sh, mx, sx, bias;
 } NAME(Gate);
 
 INLINE V NAME(before)(NAME(Gate) g, int64_t r, int w) {
     V v = (NAME(get)(g.wh, r, w) - g.mh) * g.sh + g.bias;
-    if (g.wx.p) v += (NAME(get)(g.wx, r, w) - g.mx) * g.sx;
+    if (g.x) v += g.x[r] * g.sx;
+    else if (g.wx.p) v += (NAME(get)(g.wx, r, w) - g.mx) * g.sx;
     return v;
 }
 
@@ -219,10 +221,12 @@ INLINE void NAME(forward_units)(const Step *step, int64_t j, int w) {
         const int64_t col = q * H + j;
         const Columns out = {a->gates + kept * G + col, G};
         NAME(Gate) gate = {.wh = {a->wh + kept * G + col, G},
-                           .wx = {NAME(at)(a->wx, step->row * G + col), G}};
+                           .wx = {NAME(at)(a->wx, step->row * G + col), G},
+                           .x = a->x ? a->x + step->row : 0};
         NAME(term)(a->mode_h, &gate.wh, buffer_h, n, w, a->eps, NAME(at)(a->gamma_h, col),
                    NAME(at)(a->mean_h, th * G + col), NAME(at)(a->rstd_h, th * G + col), &gate.mh, &gate.sh);
-        if (gate.wx.p)
+        if (gate.x) gate.sx = NAME(load)(a->scale_x + row_at(a->rows_x, t) * G + col, w);
+        else if (gate.wx.p)
             NAME(term)(a->mode_x, &gate.wx, buffer_x, n, w, a->eps, NAME(at)(a->gamma_x, col),
                        NAME(at)(a->mean_x, tx * G + col), NAME(at)(a->rstd_x, tx * G + col), &gate.mx,
                        &gate.sx);
@@ -313,6 +317,7 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
     const int64_t tx = NAME(stat_row)(a->mode_x, a->rows_x, t), th = NAME(stat_row)(a->mode_h, a->rows_h, t);
     const int64_t tc = NAME(stat_row)(a->mode_c, a->rows_c, t);
     const int has_x = a->dwx && a->mode_x != NONE, has_h = a->mode_h != NONE, has_c = a->mode_c != NONE;
+    const float *x = a->x ? a->x + row : 0;
     const Columns dy = {NAME(at)(a->dy, row * H + j), H}, dh = {a->dh + j, H}, dc = {a->dc + j, H};
     const Columns cand = {a->cand + row * H + j, H}, tanh_c = {a->tanh_c + row * H + j, H};
     const Columns c_prev = {step->prev < 0 ? a->c0 + j : a->cand + step->prev * H + j, H};
@@ -401,7 +406,8 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
                     if (apart) NAME(put)(near_h, r, v, w);
                     part_h += e * ((v - mh) * sh);
                 }
-                if (has_x) {
+                if (x) part_x += e * x[r];
+                else if (has_x) {
                     V v = NAME(get)(wx, r, w);
                     AHEAD(wx, r);
                     if (apart) NAME(put)(near_x, r, v, w);
@@ -414,7 +420,8 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
         }
         NAME(add)(NAME(at)(a->dbias, col), sum, w);
         NAME(add)(NAME(at)(a->dgamma_h, col), sum_h, w);
-        NAME(add)(NAME(at)(a->dgamma_x, col), sum_x, w);
+        if (x) NAME(add)(a->dscale_x + row_at(a->rows_x, t) * G + col, sum_x, w);
+        else NAME(add)(NAME(at)(a->dgamma_x, col), sum_x, w);
         const NAME(Back) back_h =
             NAME(back)(a->mode_h, n, w, a->eps, mean_h, rstd_h, NAME(at)(a->gamma_h, col), sum, sum_h);
         const NAME(Back) back_x =

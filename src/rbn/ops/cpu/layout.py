@@ -100,14 +100,15 @@ class Layout:
         return self.packing.split(self.rows(grad))
 
     def gradients(
-        self, a: Arguments, dwx: Tensor, dweight: Tensor, **others: Tensor | None
+        self, a: Arguments, dwx: Tensor | None, dweight: Tensor, **others: Tensor | None
     ) -> dict[str, Tensor | None]:
         """All gradients by name, in the dtypes of the arguments.
 
-        dwx: of the input term, packed. others: of vectors, and in the packed row order of states.
+        dwx: of the input term, packed; None if there is none. others: of vectors, and in the packed
+        row order of states.
         """
         results: dict[str, Tensor | None] = {
-            "input": self.packing.unpack(dwx).to(a.input.dtype),
+            "input": None if dwx is None else self.packing.unpack(dwx).to(a.input.dtype),
             "weight_hh": dweight.to(a.weight_hh.dtype),
         }
         for name, gradient in others.items():

@@ -66,4 +66,4 @@ def _fake_moments(a: LSTMArguments, estimated: list[Tensor | None]) -> dict[str,
     return saved
 
 
-IMPLEMENTATION = implementation(Saved, _fastest, fake)
+IMPLEMENTATION = implementation(Saved, _fastest, fake, compiled_lstm.takes_input)

@@ -43,15 +43,16 @@ GOAL = 0.99
 
 @dataclass(frozen=True)
 class Task:
-    """Sequences in a training batch, and options of the layer."""
+    """Sequences in a training batch, options of the layer, and the models that train."""
 
     batch: int = 32
     layers: int = 1
     bidirectional: bool = False
+    models: tuple[str, ...] = ("nn.LSTM", "BatchNormLSTM", "LayerNormLSTM")
 
 
 TASKS = {
-    "one layer": Task(),
+    "one layer": Task(models=tuple(MODELS)),
     "one layer, batches of 128": Task(batch=128),
     "two bidirectional layers": Task(layers=2, bidirectional=True),
 }
@@ -123,7 +124,7 @@ def main():
         (task, model, rate, seed)
         for task in args.tasks
         for seed in map(int, args.seeds.split(","))
-        for model in MODELS
+        for model in TASKS[task].models
         for rate in RATES
     )
     for task, model, rate, seed in runs:

@@ -36,15 +36,16 @@ MODELS = {
     "BatchNormLSTM, gamma=1": partial(rbn.BatchNormLSTM, gamma=1.0),
     "LayerNormLSTM": rbn.LayerNormLSTM,
 }
-LENGTH, DIGITS, HIDDEN, STEPS, EVERY = 40, 3, 32, 400, 25
+LENGTH, DIGITS, HIDDEN, EVERY = 40, 3, 32, 25
 HELD_OUT = 500  # sequences for validation, and for the test
 GOAL = 0.99
 
 
 @dataclass(frozen=True)
 class Task:
-    """Sequences in a training batch, options of the layer, and the models that train."""
+    """Training steps, sequences in a batch, options of the layer, and the models that train."""
 
+    steps: int = 400
     batch: int = 32
     layers: int = 1
     bidirectional: bool = False
@@ -54,7 +55,7 @@ class Task:
 TASKS = {
     "one layer": Task(models=tuple(MODELS)),
     "one layer, batches of 128": Task(batch=128),
-    "two bidirectional layers": Task(layers=2, bidirectional=True),
+    "two bidirectional layers": Task(steps=200, layers=2, bidirectional=True),
 }
 
 
@@ -89,9 +90,11 @@ def train(task, model, rate, seed):
     valid, test = draw(HELD_OUT, held_out), draw(HELD_OUT, held_out)
     network = Network(model, task)
     optimizer = torch.optim.Adam(network.parameters(), float(rate))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, 2 - 2 * k / STEPS))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda k: min(1, 2 - 2 * k / task.steps)
+    )
     goal, found = None, 0.0
-    for step in range(1, STEPS + 1):
+    for step in range(1, task.steps + 1):
         digits, sums = draw(task.batch, generator)
         loss = F.cross_entropy(network(digits).flatten(0, 1), sums.flatten())
         if not loss.isfinite():
@@ -130,7 +133,8 @@ def main():
     for task, model, rate, seed in runs:
         valid, test, goal, diverged = train(TASKS[task], model, rate, seed)
         values = [f"{value:.4f}" if value is not None else "" for value in (valid, test)]
-        cells = (task, model, rate, seed, STEPS, *values, goal or "never", diverged or "")
+        steps = TASKS[task].steps
+        cells = (task, model, rate, seed, steps, *values, goal or "never", diverged or "")
         print(*cells, flush=True)
         rows.append(dict(zip(COLUMNS, (*cells, *about), strict=True)))
         with args.out.open("w", newline="") as file:

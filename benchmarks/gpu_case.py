@@ -77,7 +77,7 @@ def kernels(family, all_wait):
         name: (more, functools.partial(make_and_compare, make, inputs, hidden, dtype))
         for name, (make, inputs, hidden, dtype, more) in cases.items()
     }
-    if family == "triton":
+    if family == "steps":
         works["bf16 symbols and their loss"] = ([], train_on_symbols)
     if family == "wide" and not all_wait:
         works["bf16 BatchNormLSTM, zoneout"] = ([], train_zoned)

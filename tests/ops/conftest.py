@@ -98,7 +98,9 @@ def in_memory(monkeypatch):
 @pytest.fixture(scope="session")
 def emulated_folder(make_once):
     """The folder in which all workers find compiled emulated kernels."""
-    return make_once("emulated", lambda folder: None)
+    from cuda_emulation import prepare
+
+    return make_once("emulated", prepare)
 
 
 @pytest.fixture

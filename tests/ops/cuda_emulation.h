@@ -1,4 +1,4 @@
-// CUDA's threads on the CPU: each is a fiber that runs until it waits for others.
+// CUDA's threads on the CPU: each is a fiber that runs until it waits for others. Compiled once, for all kernels.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -69,18 +69,23 @@ struct Index { unsigned x, y; };
 struct Fiber {
   ucontext_t context;
   jmp_buf place_in_code;
-  std::vector<char> stack;
   std::vector<Copy> copies;
   Block* block;
   Warp* warp;
   Index thread, place;
   bool started = false, done = false;
 };
-static jmp_buf scheduler;
-static Fiber* current;
-static bool progress;
-static Index gridDim;
-static void (*body)();
+// Hidden: each kernel's library has its own.
+#pragma GCC visibility push(hidden)
+extern jmp_buf scheduler;
+extern Fiber* current;
+extern bool progress;
+extern Index gridDim;
+extern void (*body)();
+// Blocks form clusters of so many neighbours, in a grid's first dimension or, if `down`, in its second.
+// Returns 1 if all threads wait for ever.
+int run_grid(int columns, int rows, int threads, int shared, int cluster, int down, unsigned seed);
+#pragma GCC visibility pop
 #define threadIdx (current->thread)
 #define blockIdx (current->place)
 
@@ -137,60 +142,4 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
 #define RANK_AT 20
 inline unsigned __cvta_generic_to_shared(const void* p) {
   return unsigned((const char*)p - (const char*)current->block->memory.data()) | current->block->rank << RANK_AT;
-}
-
-static void enter() {
-  body();
-  current->block->threads--, current->block->cluster->threads--;
-  current->done = progress = true;
-  yield();
-}
-
-// Blocks form clusters of so many neighbours, in a grid's first dimension or, if `down`, in its second.
-// Returns 1 if all threads wait for ever.
-inline int run_grid(int columns, int rows, int threads, int shared, int cluster, int down, unsigned seed) {
-  std::vector<Block> all(columns * rows);
-  std::vector<Cluster> clusters(all.size());
-  std::vector<Fiber> fibers(all.size() * threads);
-  gridDim = {unsigned(columns), unsigned(rows)};
-  for (int i = 0; i < columns * rows; i++) {
-    Block& b = all[i];
-    const int x = i % columns, y = i / columns;
-    b.rank = (down ? y : x) % cluster;
-    b.cluster = &clusters[down ? (y - b.rank) * columns + x : i - b.rank];
-    b.cluster->blocks.push_back(&b);
-    b.threads = threads, b.cluster->threads += threads;
-    b.warps.resize(threads / 32);
-    b.memory.assign((shared + 15) / 16, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN
-  }
-  for (size_t i = 0; i < fibers.size(); i++) {
-    const unsigned block = i / threads;
-    Fiber& f = fibers[i];
-    f.block = &all[block], f.warp = &all[block].warps[i % threads / 32];
-    f.place = {block % columns, block / columns}, f.thread = {unsigned(i % threads), 0};
-    f.stack.resize(1 << 16);
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = 1 << 16;
-    f.context.uc_link = nullptr;
-    makecontext(&f.context, enter, 0);
-  }
-  std::vector<Fiber*> order;
-  for (Fiber& f : fibers) {  // in random order
-    seed = seed * 1664525u + 1013904223u;
-    order.insert(order.begin() + (seed >> 8) % (order.size() + 1), &f);
-  }
-  for (int idle = 0; !order.empty();) {
-    progress = false;
-    for (Fiber* f : order) {
-      current = f;
-      resume();
-    }
-    std::vector<Fiber*> left;
-    for (Fiber* f : order)
-      if (!f->done) left.push_back(f);
-    order = left;
-    idle = progress ? 0 : idle + 1;
-    if (idle > 100) return 1;
-  }
-  return 0;
 }

@@ -16,6 +16,7 @@ from filelock import FileLock
 from rbn.ops.gpu.runtime import nvrtc
 
 COMPILER = shutil.which("g++")
+FLAGS = ("-std=c++17", "-Og", "-w", "-fPIC")
 _HERE = Path(__file__).parent
 _FUNCTION = re.compile(
     r"^(?:template <[^\n]*>\n)?__device__ __forceinline__ [\w ]+ (\w+)\([^{]*?\) "
@@ -34,7 +35,7 @@ def emulated(test):
 
 
 def emulated_source(name):
-    """The kernel's source for a C++ compiler, with a function ``run`` that starts its grid."""
+    """The kernel's source after the header, with a function ``run`` that starts its grid."""
     text = _NOTHING.sub(";", nvrtc.source(name))
     _, *parts = _PART.split((_HERE / "cuda_emulation_functions.h").read_text())
     own = dict(zip(parts[::2], parts[1::2], strict=True))
@@ -58,22 +59,32 @@ extern "C" int run(const void* p, const int* sizes, unsigned seed) {{
   return run_grid(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], seed);
 }}
 """
-    return (_HERE / "cuda_emulation.h").read_text() + text + run
+    return text + run
+
+
+def prepare(folder):
+    """Compile what all kernels share: the header, and what runs their grids."""
+    for name in ("cuda_emulation.h", "cuda_emulation.cpp"):
+        shutil.copy(_HERE / name, folder)
+    header, program = ("-x", "c++-header", "cuda_emulation.h"), ("-c", "cuda_emulation.cpp")
+    for arguments in (header, program):
+        subprocess.run([COMPILER, *FLAGS, *arguments], cwd=folder, check=True)
 
 
 def compiled(folder, name, defines):
     """The path of the compiled kernel. One process compiles it while all others wait."""
-    options = [o for o in nvrtc._OPTIONS if o.startswith("-D")]
-    options += [f"-D{k}={v}" for k, v in sorted(defines.items())]
-    source = emulated_source(name)
-    key = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:20]
+    constants = dict(o.removeprefix("-D").split("=") for o in nvrtc._OPTIONS if o.startswith("-D"))
+    # Not as options: g++ would not use the compiled header.
+    macros = [f"#define {k} {v}\n" for k, v in sorted((constants | defines).items())]
+    source = "".join(['#include "cuda_emulation.h"\n', *macros, emulated_source(name)])
+    key = hashlib.sha256(source.encode()).hexdigest()[:20]
     library = Path(folder) / f"{name}-{key}.so"
     with FileLock(f"{library}.lock"):
         if not library.exists():
             path, unfinished = library.with_suffix(".cpp"), library.with_suffix(".unfinished")
             path.write_text(source)
-            flags = ["-std=c++17", "-Og", "-w", "-fPIC", "-shared"]
-            subprocess.run([COMPILER, *flags, *options, path, "-o", unfinished], check=True)
+            command = [COMPILER, *FLAGS, "-shared", path, "cuda_emulation.o", "-o", unfinished]
+            subprocess.run(command, cwd=folder, check=True)
             unfinished.replace(library)
     return str(library)
 

@@ -43,6 +43,8 @@ def cells(units, device):
         "rbn.LayerNormLSTMCell": (rbn.LayerNormLSTMCell(units, units), "torch.nn.LSTMCell"),
         "torch.nn.RNNCell": (torch.nn.RNNCell(units, units), "torch.nn.RNNCell"),
         "rbn.BatchNormRNNCell": (rbn.BatchNormRNNCell(units, units), "torch.nn.RNNCell"),
+        "torch.nn.GRUCell": (torch.nn.GRUCell(units, units), "torch.nn.GRUCell"),
+        "rbn.BatchNormGRUCell": (rbn.BatchNormGRUCell(units, units), "torch.nn.GRUCell"),
     }
     for name, (cell, _) in found.items():
         if name.startswith("rbn.BatchNorm"):
@@ -54,7 +56,8 @@ def cells(units, device):
 
 def stream(cell, x, states):
     """One chunk of a stream."""
-    hx = states[0] if isinstance(cell, (torch.nn.RNNCell, rbn.BatchNormRNNCell)) else states
+    both = isinstance(cell, (torch.nn.LSTMCell, rbn.LSTMCell, rbn.BatchNormLSTMCell))
+    hx = states if both or isinstance(cell, rbn.LayerNormLSTMCell) else states[0]
     takes_step = not isinstance(cell, torch.nn.RNNCellBase)
     for step in range(CHUNK):
         hx = cell(x, hx, step) if takes_step else cell(x, hx)

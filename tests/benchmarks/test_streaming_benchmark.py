@@ -16,8 +16,8 @@ def test_a_row_for_each_module(bench, tmp_path, monkeypatch):
     streaming.main()
     rows = list(csv.DictReader(out.read_text().splitlines()))
     cells = [row["what"] for row in rows if row["T"] == "1"]
-    assert len(cells) == 12
-    assert cells[:6] == cells[6:]  # without a gradient and with one
+    assert len(cells) == 16
+    assert cells[:8] == cells[8:]  # without a gradient and with one
     layers = [row["what"] for row in rows if row["T"] == "3"]
     assert layers == ["torch.nn.LSTM", "rbn.BatchNormLSTM", "rbn.FoldedLSTM"]
     medians = {(r["what"], r["mode"], r["T"]): float(r["median_us"]) for r in rows}

@@ -1,6 +1,7 @@
 """Single steps of cells in eval() match the recurrence, on whichever path they run."""
 
 import copy
+import ctypes
 import gc
 import weakref
 
@@ -20,6 +21,9 @@ ABLATIONS = [
     ("raw_output",),
     ("joint_terms", "raw_output", "shared_stats"),
 ]
+
+
+OTHERS = (rbn.LayerNormLSTMCell, rbn.BatchNormRNNCell, rbn.BatchNormGRUCell)
 
 
 def make(cell_class, inputs=5, hidden=7, seen=6, **options):
@@ -126,6 +130,30 @@ def test_every_option(options, way):
 def test_sizes_that_fill_no_register(hidden, inputs, way):
     check(make(rbn.BatchNormLSTMCell, inputs, hidden, seen=2), 1, 1)
     check(make(rbn.LSTMCell, inputs, hidden), 1, 0)
+    for other in OTHERS:
+        check(make(other, inputs, hidden, seen=2), 1, 1)
+
+
+@pytest.mark.parametrize("version", [1, 2])  # 0 is the one in use
+def test_narrower_instruction_sets(version):
+    if inference.load() is None:
+        pytest.skip("no compiled kernel")
+    use = compiled_lstm.load().rbn_use_version
+    try:
+        if not use(ctypes.c_int64(version)):
+            pytest.skip("this machine has fewer instruction sets")
+        for cell_class in (rbn.BatchNormLSTMCell, *OTHERS):
+            check(make(cell_class, 6, 37, seen=2), 1, 1)
+    finally:
+        use(ctypes.c_int64(0))
+
+
+@pytest.mark.parametrize("cell_class", [rbn.BatchNormLSTMCell, rbn.LSTMCell, *OTHERS])
+def test_nan_shows(cell_class, way):
+    cell = make(cell_class)
+    x, hx = torch.randn(1, 5), states_of(cell, 1)
+    x[0, 2] = float("nan")
+    assert all(state.isnan().all() for state in as_tuple(cell(x, hx, 1)))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +183,9 @@ def test_several_threads(monkeypatch):
     monkeypatch.setattr(inference, "_PER_THREAD", 1)
     check(make(rbn.BatchNormLSTMCell, 9, 50), 1, 3)
     check(make(rbn.LSTMCell, 9, 3), 1, 0)  # fewer units than lanes of a register
+    for other in OTHERS:
+        check(make(other, 9, 50), 1, 3)
+        check(make(other, 9, 3), 1, 3)
 
 
 def test_a_batch_in_any_layout(way):

@@ -9,12 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rbn.nn.batch_norm_rnn import OneState
-from rbn.nn.cell import Cell
+from rbn.nn.batch_norm_rnn import OneState, OneStateCell
 from rbn.nn.convert import CellLayers
-from rbn.nn.recurrence import States
-from rbn.nn.streaming import step_rows
-from rbn.ops import steps
 from rbn.ops.definition import GRU
 from rbn.ops.types import InitialState, InputStats, Padding
 
@@ -105,7 +101,7 @@ class BatchNormGRU(_BatchNormGRU, CellLayers[Tensor]):
         return new.train(gru.training)
 
 
-class BatchNormGRUCell(_BatchNormGRU, Cell[Tensor]):
+class BatchNormGRUCell(_BatchNormGRU, OneStateCell):
     """One step of `BatchNormGRU`, called like `torch.nn.GRUCell` plus the time step.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns h ``[B, H]``. Options and
@@ -136,14 +132,6 @@ class BatchNormGRUCell(_BatchNormGRU, Cell[Tensor]):
         normalization = max_length, gamma, eps, momentum, "step", "exclude", ablations
         self._set_normalization(*normalization, sync_stats, refresh_stats)
         self._build(device, dtype)
-
-    def _step(self, x: Tensor, states: States, step: int) -> States | None:
-        rows = step_rows(self, step, x)
-        if rows is None:
-            return None
-        names = "weight_ih", "weight_hh", "bias", "gamma_x", "gamma_h", "beta_n"
-        weights = [self._parameter(name) for name in names]
-        return (steps.bn_gru(x, weights, states[0], rows, self.eps, self.zoneout),)
 
 
 BatchNormGRU._cell_class = BatchNormGRUCell

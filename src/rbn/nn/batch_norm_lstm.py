@@ -255,8 +255,7 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell[tuple[Tensor, Tensor]]):
         return steps.lstm(
             x,
             Weights(*weights),
-            states[0],
-            states[1],
+            states,
             rows,
             self.eps,
             self.zoneout,

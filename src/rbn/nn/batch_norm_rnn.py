@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from rbn.nn.convert import CellLayers
 from rbn.nn.recurrence import States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
+from rbn.ops.cpu.inference import Weights
 from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.types import InitialState, InputStats, Nonlinearity, Padding
 
@@ -153,7 +154,21 @@ class BatchNormRNN(OneState, CellLayers[Tensor]):
         return f"RNN_{self.nonlinearity.upper()}"
 
 
-class BatchNormRNNCell(OneState, Cell[Tensor]):
+class OneStateCell(OneState, Cell[Tensor]):
+    """One step of a network whose only state is h."""
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        rows = step_rows(self, step, x)
+        if rows is None:
+            return None
+        names = "weight_ih", "weight_hh", "bias", "gamma_x", "gamma_h"
+        weights: list[Any] = [self._parameter(name) for name in names]
+        weights += [None, self._parameter("beta_n") if self.gates == 3 else None]
+        options = self.nonlinearity, rows, self.eps, self.zoneout
+        return steps.bn_rnn(x, Weights(*weights), states, *options)
+
+
+class BatchNormRNNCell(OneStateCell):
     """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` plus the time step.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns h ``[B, H]``. Options and
@@ -201,25 +216,6 @@ class BatchNormRNNCell(OneState, Cell[Tensor]):
             refresh_stats,
         )
         self._build(device, dtype)
-
-    def _step(self, x: Tensor, states: States, step: int) -> States | None:
-        rows = step_rows(self, step, x)
-        if rows is None:
-            return None
-        h = steps.bn_rnn(
-            x,
-            self._own("weight_ih"),
-            self._own("weight_hh"),
-            self._parameter("bias"),
-            self._own("gamma_x"),
-            self._own("gamma_h"),
-            states[0],
-            self.nonlinearity,
-            rows,
-            self.eps,
-            self.zoneout,
-        )
-        return (h,)
 
 
 BatchNormRNN._cell_class = BatchNormRNNCell

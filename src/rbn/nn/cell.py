@@ -114,14 +114,15 @@ class Cell(Recurrence, Generic[GivenStates]):
             not isinstance(states, (tuple, list)) or len(states) != len(self.states)
         ):
             return None
-        batch, dtype, device = input.shape[:-1], like.dtype, like.device
-        if input.dtype != dtype or input.device != device or 0 in batch:
+        dtype, device = like.dtype, like.device
+        if input.dtype != dtype or input.device != device:
             return None
-        if input.shape != (*batch, self.input_size) or len(batch) > 1:
+        *batch, features = input.shape
+        if features != self.input_size or len(batch) > 1 or 0 in batch:
             return None
         if hx is None:
-            rows = batch or (1,)
-            states = [s.expand(*rows, -1) for s in self._initial_states("", rows[0], like)]
+            rows = batch[0] if batch else 1
+            states = [s.expand(rows, -1) for s in self._initial_states("", rows, like)]
         else:
             shape = (*batch, self.hidden_size)
             for state in states:

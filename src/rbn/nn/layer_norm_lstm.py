@@ -151,14 +151,7 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell[tuple[Tensor, Tensor]]):
 
     def _step(self, x: Tensor, states: States, step: int) -> States | None:
         weights: list[Any] = [self._parameter(name) for name in Weights._fields]
-        return steps.ln_lstm(
-            x,
-            Weights(*weights),
-            states[0],
-            states[1],
-            self.eps,
-            self.zoneout,
-        )
+        return steps.ln_lstm(x, Weights(*weights), states, self.eps, self.zoneout)
 
 
 LayerNormLSTM._cell_class = LayerNormLSTMCell

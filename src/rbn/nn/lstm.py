@@ -170,7 +170,7 @@ class LSTMCell(_LSTM, Cell[tuple[Tensor, Tensor]]):
         bias, beta_c = self._parameter("bias"), self._parameter("beta_c")
         weight_ih, weight_hh = self._own("weight_ih"), self._own("weight_hh")
         weights = Weights(weight_ih, weight_hh, bias, None, None, None, beta_c)
-        return steps.lstm(x, weights, states[0], states[1], zoneout=self.zoneout)
+        return steps.lstm(x, weights, states, zoneout=self.zoneout)
 
 
 LSTM._cell_class = LSTMCell

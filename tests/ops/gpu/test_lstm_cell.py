@@ -65,10 +65,10 @@ def test_a_step_beside_float64(absent, B, H, multiplies, tile, monkeypatch):
     for row, zoneout in itertools.product((0, 6), ((0.0, 0.0), (0.2, 0.3))):
         x, weights, h, c, rows = tensors(B, H, row, ABSENT[absent])
         options = (1e-3, zoneout, absent == "batch-normalized" and row == 6)
-        found = step(x, weights, h, c, rows, *options)
+        found = step(x, weights, (h, c), rows, *options)
         exact = [doubled(r) for r in rows]
         expected = steps._lstm(
-            x.double(), doubled(weights), h.double(), c.double(), exact, *options
+            x.double(), doubled(weights), (h.double(), c.double()), exact, *options
         )
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
@@ -78,8 +78,8 @@ def test_states_that_are_not_contiguous():
     x, weights, h, c, rows = tensors(4, 6, 1)
     wide = torch.stack([h, x.new_zeros(4, 6)], dim=2)
     other_order = c.t().contiguous().t()
-    found = step(x, weights, wide[..., 0], other_order, rows, 1e-3, (0.0, 0.0), False)
-    expected = step(x, weights, h, c, rows, 1e-3, (0.0, 0.0), False)
+    found = step(x, weights, (wide[..., 0], other_order), rows, 1e-3, (0.0, 0.0), False)
+    expected = step(x, weights, (h, c), rows, 1e-3, (0.0, 0.0), False)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -87,7 +87,7 @@ def test_states_that_are_not_contiguous():
 def test_nan_reaches_both_states():
     x, weights, h, c, rows = tensors(2, 6, 1)
     c[1, 3] = torch.nan
-    new_h, new_c = step(x, weights, h, c, rows, 1e-3, (0.0, 0.0), False)
+    new_h, new_c = step(x, weights, (h, c), rows, 1e-3, (0.0, 0.0), False)
     assert new_h[1, 3].isnan()
     assert new_c[1, 3].isnan()
     assert not new_h[0].isnan().any()

@@ -26,21 +26,25 @@ _COPIES = 16  # steps for which a copy of W_h in another layout saves more than 
 # The struct Inference of kernel.c, packed as bytes: filling a ctypes.Structure takes three times
 # as long.
 _STRUCT = struct.Struct("=10q3d21Q")
+_CELL = struct.Struct("=4q3d18Q")  # the struct Cell
+_KINDS = {"tanh": 0, "relu": 1, "gru": 2, "layer_lstm": 3}
 
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any | None:
-    """The compiled function, or None if it is unavailable (see `compiled_lstm.load`)."""
+    """The compiled library, or None if it is unavailable (see `compiled_lstm.load`)."""
     library: Any = compiled_lstm.load()
     size = getattr(
         library, "rbn_inference_size", None
     )  # missing in a library built from older sources
     if size is None or size() != _STRUCT.size:
         return None
-    function = library.rbn_lstm_inference
-    function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
-    function.restype = None
-    return function
+    if getattr(library, "rbn_cell_size", int)() != _CELL.size:
+        return None
+    library.rbn_lstm_inference.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+    library.rbn_cell_step.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    library.rbn_lstm_inference.restype = library.rbn_cell_step.restype = None
+    return library
 
 
 class Row(NamedTuple):
@@ -66,28 +70,86 @@ class Weights(NamedTuple):
 def step(
     x: Tensor,
     weights: Weights,
-    h: Tensor,
-    c: Tensor,
+    states: tuple[Tensor, ...],
     statistics: Sequence[Row | None],
     eps: float,
     zoneout: tuple[float, ...],
     pass_normalized_cell: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run one step of one sequence, plain or batch-normalized. Returns h and c, ``[1, H]`` each.
+    """Run one LSTM step of one sequence, plain or batch-normalized. Returns h and c.
 
-    Shapes: x ``[1, I]``, h and c ``[1, H]``. statistics: of the terms x, h and c. All tensors are
-    float32 on the CPU.
+    Shapes: x ``[1, I]``, the states h and c ``[1, H]``. statistics: of the terms x, h and c. All
+    tensors are float32 on the CPU.
     """
-    function: Any = load()
+    library: Any = load()
     weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c = weights
     hidden, inputs = weight_hh.shape[1], weight_ih.shape[1]
     new_h, new_c, terms = torch.empty(1, hidden), torch.empty(1, hidden), torch.empty(8 * hidden)
-    # Keep all tensors alive until the call returns, including copies.
-    tensors = [
-        tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
-        for tensor in (x, weight_ih, weight_hh, gamma_x, gamma_h, bias, gamma_c, beta_c, h, c)
-    ]
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    _kept, addresses = _addresses(
+        (x, weight_ih, weight_hh, gamma_x, gamma_h, bias, gamma_c, beta_c, *states)
+    )
+    moments = _addresses_of_moments(statistics)
+    wx = terms.data_ptr()
+    arguments = _STRUCT.pack(
+        *(hidden, inputs, 1, 0, gamma_h is not None and gamma_x is None, pass_normalized_cell),
+        *(1, 1, 1, 1, eps, zoneout[0], zoneout[1]),
+        *(*addresses[:3], 0, wx, wx + 16 * hidden, *addresses[3:8], *moments, *addresses[8:]),
+        *(new_h.data_ptr(), new_c.data_ptr()),
+    )
+    library.rbn_lstm_inference(arguments, 1, _threads(4 * hidden * (hidden + inputs)))
+    return new_h, new_c
+
+
+def cell_step(
+    kind: str,
+    x: Tensor,
+    weights: Sequence[Tensor | None],
+    states: tuple[Tensor, ...],
+    statistics: Sequence[Row | None],
+    eps: float,
+    zoneout: tuple[float, ...],
+) -> tuple[Tensor, ...]:
+    """Run one step of one sequence with another recurrence. Returns the states, ``[1, H]`` each.
+
+    Args:
+        kind: the batch-normalized RNN with ``"tanh"`` or ``"relu"``, ``"gru"`` or
+            ``"layer_lstm"``.
+        x: ``[1, I]``. All tensors are float32 on the CPU.
+        weights: those of `Weights`; the last one is the GRU's beta_n.
+        states: ``[1, H]`` each.
+        statistics: of the terms x and h; empty for layer norm.
+        eps: added to every variance.
+        zoneout: the rate of h, or the rates of c and h.
+    """
+    library: Any = load()
+    weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta = weights
+    assert weight_ih is not None
+    assert weight_hh is not None
+    (features, inputs), hidden = weight_ih.shape, weight_hh.shape[1]
+    new = tuple([torch.empty(1, hidden) for _ in states])
+    terms = torch.empty(2 * features)
+    c = states[1] if len(states) == 2 else None
+    _kept, addresses = _addresses(
+        (x, weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta, states[0], c)
+    )
+    arguments = _CELL.pack(
+        *(_KINDS[kind], hidden, features, inputs, eps, zoneout[0], zoneout[-1], *addresses),
+        *(_addresses_of_moments(statistics) if statistics else (0, 0, 0, 0)),
+        *(terms.data_ptr(), terms.data_ptr() + 4 * features, new[0].data_ptr()),
+        new[-1].data_ptr(),
+    )
+    library.rbn_cell_step(arguments, _threads(features * (hidden + inputs)))
+    return new
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
+    """Addresses of tensors, 0 for absent ones. Keep the first result alive: it has the copies."""
+    kept = [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+    return kept, [0 if t is None else t.data_ptr() for t in kept]
+
+
+def _addresses_of_moments(statistics: Sequence[Row | None]) -> list[int]:
+    """The addresses of each term's mean and variance, 0 for terms that are not normalized."""
     moments: list[int] = []
     for result in statistics:
         if result is None:
@@ -96,15 +158,7 @@ def step(
             mean, var, row = result
             offset = 4 * row * mean.shape[1]
             moments += (mean.data_ptr() + offset, var.data_ptr() + offset)
-    wx = terms.data_ptr()
-    arguments = _STRUCT.pack(
-        *(hidden, inputs, 1, 0, gamma_h is not None and gamma_x is None, pass_normalized_cell),
-        *(1, 1, 1, 1, eps, zoneout[0], zoneout[1]),
-        *(*addresses[:3], 0, wx, wx + 16 * hidden, *addresses[3:8], *moments, *addresses[8:]),
-        *(new_h.data_ptr(), new_c.data_ptr()),
-    )
-    function(arguments, 1, _threads(4 * hidden * (hidden + inputs)))
-    return new_h, new_c
+    return moments
 
 
 class Tables(NamedTuple):
@@ -147,7 +201,7 @@ def sequence(
     Returns:
         The output ``[T, B, H]``, h_n and c_n ``[B, H]``. All tensors are float32 on the CPU.
     """
-    function: Any = load()
+    library: Any = load()
     (steps, batch, inputs), hidden = x.shape, weight_hh.shape[1]
     gates, panels = 4 * hidden, None
     if weight_ih is not None and batch < _FUSED:
@@ -175,7 +229,7 @@ def sequence(
             *(0, 0, 0, 0, 0, 0, h.data_ptr(), c.data_ptr()),
             *(output.data_ptr() + 4 * t * batch * hidden, c_n.data_ptr()),
         )
-        function(arguments, steps, threads)
+        library.rbn_lstm_inference(arguments, steps, threads)
 
     if batch == 1 or panels is not None:
         threads = _threads(batch * gates * (hidden + inputs))

@@ -85,6 +85,22 @@ typedef struct {
     float *output, *c_n;                  /* [T, B, H] and [B, H], out */
 } Inference;
 
+enum { TANH = 0, RELU = 1, GRU = 2, LAYER_LSTM = 3 };
+
+/* One inference step of one sequence: the batch-normalized RNN (TANH, RELU) or GRU, or the layer-normalized
+ * LSTM. G = H, 3H or 4H. */
+typedef struct {
+    int64_t kind, hidden, features, inputs; /* H, G, I */
+    double eps, zoneout_c, zoneout_h;
+    const float *x, *weight_x, *weight_h;              /* [I], [G, I], [G, H] */
+    const float *bias, *gamma_x, *gamma_h, *gamma_c;   /* [G] and [H]; bias may be null, gamma_c is the LSTM's */
+    const float *beta;                                 /* [H], may be null: of the cell, or of the GRU's candidate */
+    const float *h, *c;                                /* [H]; c is the LSTM's */
+    const float *mean_x, *var_x, *mean_h, *var_h;      /* [G], if batch-normalized */
+    float *wx, *wh;                                    /* [G], overwritten */
+    float *new_h, *new_c;                              /* [H], out */
+} Cell;
+
 /* All steps of the layer-normalized LSTM, forward or backward. Its statistics are [N], one per row. */
 typedef struct {
     const Args *a;
@@ -138,6 +154,7 @@ typedef void (*gates_fn)(const float *, const float *, int64_t, const float *, i
                          int);
 typedef void (*multiply_fn)(const float *, const float *, int64_t, int64_t, int64_t, int64_t, float *, int64_t);
 typedef void (*pack_fn)(const Packing *, int64_t, int64_t);
+typedef void (*cell_fn)(const Cell *);
 typedef void (*layer_forward_fn)(const LayerPass *, int64_t, int64_t);
 typedef void (*layer_backward_fn)(const LayerPass *, int64_t, int64_t, float *);
 
@@ -148,6 +165,7 @@ typedef struct {
     inference_fn inference;
     product_fn product;
     elementary_fn elementary;
+    cell_fn cell;
     /* Products with packed weights, and what needs them: null in the base version, which was not measured. */
     gates_fn gates;
     multiply_fn multiply;
@@ -156,10 +174,11 @@ typedef struct {
     layer_backward_fn layer_backward;
 } Version;
 #define NARROW(name, lanes) \
-    {lanes, block_##name, inference_block_##name, product_##name, elementary_##name, 0, 0, 0, 0, 0}
+    {lanes, block_##name, inference_block_##name, product_##name, elementary_##name, cell_##name, 0, 0, 0, 0, 0}
 #define WIDE(name, lanes)                                                                                    \
-    {lanes,        block_##name,    inference_block_##name, product_##name,       elementary_##name,   \
-     gates_##name, multiply_##name, pack_##name,            layer_forward_##name, layer_backward_##name}
+    {lanes,       block_##name, inference_block_##name, product_##name, elementary_##name,    \
+     cell_##name, gates_##name, multiply_##name,        pack_##name,    layer_forward_##name, \
+     layer_backward_##name}
 static Version known[3] = {NARROW(base, 4)};
 static const Version *versions = known; /* the version in use, followed by narrower ones */
 
@@ -194,13 +213,14 @@ __attribute__((constructor)) static void choose(void) {
 }
 #endif
 
-/* What the threads of one step share: a training step or, if `inference` is set, an inference step. */
+/* What the threads of one step share: the one pointer that is set says what to do. */
 typedef struct {
     const Step *step;
     const Inference *inference;
     int64_t hidden, t;
     const Packing *packing;
     const LayerPass *layer;
+    const Cell *cell;
 } Work;
 
 /* The products of units first to stop, for all four gates. */
@@ -289,6 +309,12 @@ static void run(const Work *work, int thread, int threads) {
     const int64_t H = work->hidden, size = H % LINE ? v->lanes : LINE, parts = (H + size - 1) / size;
     const int64_t last = size * (parts * (thread + 1) / threads), stop = last < H ? last : H;
     const int64_t first = size * (parts * thread / threads);
+    if (work->cell) {
+        const Cell *a = work->cell;
+        v->product(a->weight_x + first * a->inputs, a->x, a->inputs, stop - first, a->wx + first);
+        v->product(a->weight_h + first * a->hidden, a->h, a->hidden, stop - first, a->wh + first);
+        return;
+    }
     if (work->packing) {
         v->pack(work->packing, first / v->lanes, (stop + v->lanes - 1) / v->lanes);
         return;
@@ -348,7 +374,7 @@ EXPORT void rbn_lstm_forward_steps(const Args *a, const int64_t *starts, int64_t
                                    int64_t threads) {
     for (int64_t t = first; t < stop; t++) {
         const Step step = {a, t, starts[t], starts[t + 1] - starts[t], t ? starts[t - 1] : -1, 0};
-        launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+        launch((Work){.step = &step, .hidden = a->hidden, .t = t}, threads);
     }
 }
 
@@ -356,9 +382,9 @@ EXPORT void rbn_lstm_backward_steps(const Args *a, const int64_t *starts, int64_
                                     int64_t threads) {
     for (int64_t t = stop - 1; t >= first; t--) {
         Step step = {a, t, starts[t], starts[t + 1] - starts[t], t ? starts[t - 1] : -1, UNITS};
-        launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+        launch((Work){.step = &step, .hidden = a->hidden, .t = t}, threads);
         step.backward = PRODUCT;
-        if (a->packed) launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+        if (a->packed) launch((Work){.step = &step, .hidden = a->hidden, .t = t}, threads);
     }
 }
 
@@ -366,7 +392,7 @@ EXPORT void rbn_lstm_backward_steps(const Args *a, const int64_t *starts, int64_
 EXPORT void rbn_layer_lstm(const Args *a, const int64_t *sizes, int64_t steps, float *sums, int64_t size,
                            int64_t threads) {
     const LayerPass pass = {a, sizes, steps, sums, size};
-    launch((Work){0, 0, a->hidden, 0, 0, &pass}, threads);
+    launch((Work){.layer = &pass, .hidden = a->hidden}, threads);
 }
 
 /* The lanes of a panel, or 0 if PyTorch's products are used instead. */
@@ -376,11 +402,16 @@ EXPORT int64_t rbn_panel_lanes(void) { return versions->gates ? versions->lanes 
 EXPORT void rbn_pack_weights(const float *weight, int64_t N, int64_t K, int64_t row, int64_t column, int64_t parts,
                      float *packed, int64_t panel, int64_t threads) {
     const Packing packing = {weight, N, K, row, column, parts, packed, panel};
-    launch((Work){0, 0, N, 0, &packing, 0}, threads);
+    launch((Work){.packing = &packing, .hidden = N}, threads);
 }
 
 EXPORT void rbn_lstm_inference(const Inference *a, int64_t steps, int64_t threads) {
-    for (int64_t t = 0; t < steps; t++) launch((Work){0, a, a->hidden, t, 0, 0}, threads);
+    for (int64_t t = 0; t < steps; t++) launch((Work){.inference = a, .hidden = a->hidden, .t = t}, threads);
+}
+
+EXPORT void rbn_cell_step(const Cell *a, int64_t threads) {
+    launch((Work){.cell = a, .hidden = a->features}, threads);
+    versions->cell(a);
 }
 
 /* For tests: use the version with this index, 0 being the widest. Returns its lanes, or 0 if it does not exist. */
@@ -396,4 +427,5 @@ EXPORT void rbn_elementary(const float *x, int64_t n, float *sigmoid, float *tan
 }
 
 EXPORT int64_t rbn_args_size(void) { return (int64_t)sizeof(Args); }
+EXPORT int64_t rbn_cell_size(void) { return (int64_t)sizeof(Cell); }
 EXPORT int64_t rbn_inference_size(void) { return (int64_t)sizeof(Inference); }

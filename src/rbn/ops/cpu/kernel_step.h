@@ -457,6 +457,7 @@ static void NAME(elementary)(const float *x, int64_t n, float *sigmoid, float *t
 }
 
 #include "kernel_inference.h"
+#include "kernel_cell.h"
 #if LANES > 4
 #include "kernel_product.h"
 #include "kernel_layer.h"

@@ -27,8 +27,7 @@ _MULTIPLIES = 1 << 22
 def step(
     x: Tensor,
     weights: Weights,
-    h: Tensor,
-    c: Tensor,
+    states: tuple[Tensor, ...],
     rows: Sequence[Row | None],
     eps: float,
     zoneout: tuple[float, ...],
@@ -36,6 +35,7 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """The new h and c, ``[B, H]`` each; see `rbn.ops.steps.lstm`. All tensors are float32."""
     weight_ih, weight_hh, *vectors = weights
+    h, c = states
     (B, H), inputs = c.shape, x.shape[1]
     multiply = B == 1 or B * 4 * H * (inputs + H) <= _MULTIPLIES
     if multiply:

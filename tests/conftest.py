@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import secrets
@@ -108,21 +109,33 @@ def same_signal_handlers():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # inside pytest-cov's hook
-def pytest_runtest_call(item):
-    """Measure coverage for the first case of each kind only, and never for tests marked no_cover.
-
-    Other cases run the same lines, and tracing them would take half as long again. The tracer must
-    be removed, because pytest-cov leaves one in xdist's workers.
-    """
-    if item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]:
-        return (yield)
+@contextlib.contextmanager
+def _untraced():
+    """Without the tracer, which pytest-cov leaves in xdist's workers."""
     tracer = sys.gettrace()
     sys.settrace(None)
     try:
-        return (yield)
+        yield
     finally:
         sys.settrace(tracer)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Measure coverage for the first case of each kind only.
+
+    Other cases run the same lines, and tracing them would take half as long again.
+    """
+    with contextlib.nullcontext() if item.stash[_FIRST_OF_KIND] else _untraced():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside pytest-cov's hook
+def pytest_runtest_call(item):
+    """Measure no coverage for tests marked no_cover; but for their fixtures, which others share."""
+    marked = item.get_closest_marker("no_cover") is not None
+    with _untraced() if marked else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,8 @@
 
 import csv
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,25 +206,27 @@ def test_a_run_ends_with_its_time(bench, rates, tmp_path):
 
 
 def test_slow_calls_are_sampled_less(bench, monkeypatch):
-    timing = bench("gpu_timing")
+    timing, seconds = bench("gpu_timing"), [0.0]
+
+    def call_of_two_seconds():
+        seconds[0] += 2
 
     class Event:
         def __init__(self, enable_timing):
             assert enable_timing
 
         def record(self):
-            self.at = time.perf_counter()
+            self.at = seconds[0]
 
         def elapsed_time(self, end):
             return 1e3 * (end.at - self.at)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(timing, "SECONDS", 0.02)
+    monkeypatch.setattr(timing, "SECONDS", 5)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     assert len(timing.sample(lambda: None, 15)) == 15
-    slow = timing.sample(lambda: time.sleep(0.02), 15)
-    assert len(slow) == 3
-    assert min(slow) >= 20
+    assert timing.sample(call_of_two_seconds, 15) == [2000, 2000, 2000]
 
 
 # The lower bound --------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def browser(tmp_path_factory):
     profile = tmp_path_factory.mktemp("profile")
     command = [*HEADLESS, f"--user-data-dir={profile}", "--dump-dom", "data:text/html,<p>here</p>"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     except subprocess.TimeoutExpired:
         pytest.skip(f"{BROWSER} does not finish with a page of one word")
     if "<p>here</p>" not in done.stdout:

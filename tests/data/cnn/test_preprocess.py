@@ -232,7 +232,7 @@ def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, 
             calls = [pool.submit(prepared, folder, cache, Choice(), processes=1)]
             assert begun.wait(60)
             calls += [pool.submit(prepared, folder, cache, Choice(), processes=1) for _ in "ab"]
-            there = [waiting.acquire(timeout=20) for _ in "ab"]
+            there = [waiting.acquire(timeout=60) for _ in "ab"]
             go_on.set()
             readings = [call.result()[0] for call in calls]
     finally:

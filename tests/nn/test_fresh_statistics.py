@@ -442,6 +442,33 @@ def test_older_initial_states_are_left_out_if_an_encoder_has_changed_them(
     assert_same(statistics(layer), statistics(wanted))
 
 
+@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_initial_states_that_are_parameters_are_the_current_ones(kind, expanded):
+    """The optimizer modifies them in place."""
+    layer, batches = KINDS[kind](), inputs(3)
+    states = nn.Parameter(torch.randn(2, 1, 1 if expanded else 4, 5))
+    optimizer = torch.optim.SGD([states, *layer.parameters()], 0.1)
+
+    def forward(model, x):
+        h, c = states.expand(-1, -1, 4, -1) if expanded else states
+        return model(x, h if kind == "gru" else (h, c))[0]
+
+    for x in batches:
+        forward(layer, x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = copy.deepcopy(layer)
+    rbn.update_population_stats(wanted, batches, forward=forward)
+    layer.eval()
+    assert_same(statistics(layer), statistics(wanted))
+    layer.train()
+    for x in batches:
+        forward(layer, x)
+    batches[-1].zero_()
+    assert [calls[0].unchanged for calls in layer.recent_calls][-2:] == [True, False]
+
+
 def test_short_epochs_keep_earlier_inputs():
     layer = KINDS["lstm"]()
     train(layer, inputs(2))

@@ -22,6 +22,7 @@ from rbn.nn.recent_calls import (
     Call,
     RecentCalls,
     Signature,
+    are_parameters,
     are_trained,
     keep_compiled_call,
     register,
@@ -277,7 +278,9 @@ class FreshStatistics(Recurrence):
             # Replays of the graph skip this code, so the statistics stay running averages.
             self.recent_calls.clear()
             return
-        recent, most, trained = self.recent_calls, rows_to_keep(x, states), are_trained(states)
+        recent, most = self.recent_calls, rows_to_keep(x, states)
+        current = are_parameters(states)
+        trained = are_trained(states) and not current
         same_sequences = states is not None and recent.follows(start, rows)
         if same_sequences and recent.returned(states):
             states = None
@@ -289,6 +292,7 @@ class FreshStatistics(Recurrence):
             torch.get_autocast_dtype(x.device.type) if self._under_autocast() else None,
             most,
             trained,
+            current,
         )
         recent.add(call, rows, same_sequences=same_sequences)
 

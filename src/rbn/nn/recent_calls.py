@@ -46,7 +46,9 @@ class Call:
         start: the time step of the first row of x.
         autocast: the autocast dtype, or None.
         most: how many sequences to keep if such calls are the most recent ones.
-        trained_states: whether trainable layers or parameters produced the initial states.
+        trained_states: whether trainable layers produced the initial states.
+        current_states: whether the initial states are parameters, or views of them: optimizers
+            change these in place, so they are never outdated.
         nbytes: the size of the tensors in bytes.
     """
 
@@ -59,19 +61,24 @@ class Call:
         autocast: torch.dtype | None = None,
         most: int | None = None,
         trained_states: bool = False,
+        current_states: bool = False,
     ) -> None:
         self.x, self.states, self.lengths = x, states, lengths
         self.start, self.autocast = start, autocast
         self.most = ROWS if most is None else most
-        self.trained_states = trained_states
+        self.trained_states, self.current_states = trained_states, current_states
         tensors = self._tensors()
         self._versions = [version(t) for t in tensors]
         self.nbytes = sum([t.nbytes for t in tensors])
 
     @property
     def unchanged(self) -> bool:
-        """Whether no tensor was modified in place since the call."""
-        return self._versions == [version(t) for t in self._tensors()]
+        """Whether no tensor but a parameter was modified in place since the call."""
+        now = [version(t) for t in self._tensors()]
+        if self.current_states:  # after x
+            own = slice(1, 1 + len(self.states or ()))
+            now[own] = self._versions[own]
+        return self._versions == now
 
     def is_finite(self, ignore_padding: bool) -> Tensor:
         """Whether the input has neither NaN nor infinity, as a tensor: nothing waits for it."""
@@ -233,8 +240,16 @@ def rows_to_keep(x: Tensor, states: States | None) -> int:
 
 
 def are_trained(states: States | None) -> bool:
-    """Whether trainable layers or parameters produced the given initial states."""
+    """Whether the given initial states have gradients, so that older ones may be outdated."""
     return states is not None and any(state.requires_grad for state in states)
+
+
+def are_parameters(states: States | None) -> bool:
+    """Whether the given initial states are parameters or views of them, such as expanded ones."""
+    if states is None:
+        return False
+    owners = [cast(Tensor, state._base) if state._is_view() else state for state in states]
+    return all(owner.is_leaf and owner.requires_grad for owner in owners)
 
 
 def without_outdated_states(kept: list[list[Call]]) -> list[list[Call]]:

@@ -269,6 +269,55 @@ def gru():
     return table(["task", "layer", "rate", "validation, three seeds"], lines)
 
 
+def state_tracking():
+    """For each rate, the steps to the goal of every seed; the best rate with its test results."""
+    lines = []
+    for (task, model), rows in grouped("state-tracking.csv", "task", "model").items():
+        rates, cells = {}, []
+        for row in sorted(rows, key=lambda row: (float(row["rate"]), int(row["seed"]))):
+            rates.setdefault(row["rate"], []).append(row)
+        for runs in rates.values():
+            goals = [row["goal_step"] if row["valid"] else "diverged" for row in runs]
+            cells.append(goals[0] if set(goals) == {"never"} else ", ".join(goals))
+        name, _, gamma = model.partition(", ")
+        cells = [f"`{name}`" + f", `{gamma}`" * bool(gamma), *cells]
+        best = rates[best_tracking_rate(rates)]
+        tests = ", ".join(f"{100 * float(row['test']):.1f}" for row in best)
+        lines.append([task, *cells, f"{best[0]['rate']}: {tests}"])
+    heads = ["network", "layer", *rates, "test accuracy at the best rate, %"]
+    return table(heads, lines)
+
+
+def best_tracking_rate(rates):
+    """The best mean validation result; of equal ones, the rate that reaches the goal first."""
+
+    def order(rate):
+        runs = rates[rate]
+        if not all(row["valid"] for row in runs):  # one diverged
+            return 1, 0, 0
+        goals = [float(row["goal_step"].replace("never", "inf")) for row in runs]
+        return 0, -sum(float(row["valid"]) for row in runs), sum(goals)
+
+    return min(rates, key=order)
+
+
+def decoders():
+    """Bits above those with exact statistics, means over all seeds and epochs."""
+    lines = []
+    for key, rows in grouped("decoder-statistics.csv", "encoder", "batch", "rate").items():
+        encoder, batch, rate = key
+        exact = [float(row["exact"]) for row in rows]
+        last = [float(row["exact"]) for row in rows if row["epoch"] == rows[-1]["epoch"]]
+        cells = [f"`{encoder}`", batch, rate, f"{sum(last) / len(last):.2f}"]
+        for estimate in ("running", "kept_256", "kept_64", "default", "current_256"):
+            above = sum(float(row[estimate]) for row in rows) - sum(exact)
+            cells.append(f"{round(above / len(rows), 2) + 0:+.2f}")  # never -0.00
+        lines.append(cells)
+    heads = ["encoder", "batch", "rate", "exact, last epoch", "running averages", "last 256"]
+    heads += ["last 64", "the default", "last 256 through the whole model"]
+    return table(heads, lines)
+
+
 def masks():
     """Means over seeds after the last epoch, and the mean gain over all seeds and epochs."""
     names = {"black-pdigits": "permuted digits after three black pixels"}
@@ -296,6 +345,8 @@ def masks():
 
 TABLES = {
     "masks": masks,
+    "decoders": decoders,
+    "state-tracking": state_tracking,
     "few-sequences": few_sequences,
     "few-sequences-training": few_sequences_training,
     "gru": gru,

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 import pytest
+from marked_numbers import numbers_at
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,3 +93,33 @@ def test_the_table_of_digits_is_that_of_the_file():
         rows = [row for row in fresh("digits") if row["seed"] == "1"]
         cells = " | ".join(f"{float(row[column]):.0f}" for row in rows)
         assert f"| {name} | {cells} |" in page
+
+
+def above_exact(estimate, encoder):
+    """The least and the largest mean of the bits above exact statistics, as printed."""
+    cases = {}
+    for row in rows_of("decoder-statistics.csv"):
+        if row["encoder"] in encoder:
+            above = float(row[estimate]) - float(row["exact"])
+            cases.setdefault((row["encoder"], row["batch"], row["rate"]), []).append(above)
+    assert {len(values) for values in cases.values()} == {18}
+    means = [sum(values) / len(values) for values in cases.values()]
+    return [f"{min(means):.2f}", f"{max(means):.2f}"]
+
+
+def test_numbers_of_decoders_are_those_of_the_file():
+    why, how = "docs/explanation/running-averages.md", "docs/how-to/statistics.md"
+    assert numbers_at(why, "decoders-lstm", 2) == above_exact("default", ["nn.LSTM"])
+    assert numbers_at(why, "decoders-bn", 2) == above_exact("default", ["BatchNormLSTM"])
+    every = above_exact("default", ["nn.LSTM", "BatchNormLSTM"])
+    assert numbers_at(how, "decoders-default", 2) == every
+    rows = rows_of("decoder-statistics.csv")
+    largest = max(abs(float(row["current_256"]) - float(row["exact"])) for row in rows)
+    for page in (why, how):
+        assert numbers_at(page, "decoders-current") == [f"{largest:.2f}"]
+
+
+def test_the_default_of_decoders_is_on_average_better_than_a_fixed_number_of_sequences():
+    rows = rows_of("decoder-statistics.csv")
+    totals = {k: sum(float(row[k]) for row in rows) for k in ("default", "kept_64", "kept_256")}
+    assert totals["default"] == min(totals.values())

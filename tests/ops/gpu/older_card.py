@@ -5,7 +5,7 @@ Arguments: compute capabilities, each as one number. For each, prints the bytes 
 of each kernel. Takes from `older_card.csv` what the compiler would give again. With --write, it
 compiles everything and writes that file:
 
-    PYTHONPATH=src python tests/ops/gpu/older_card.py --write 75 70
+    .venv/bin/python tests/ops/gpu/older_card.py --write 75 70
 """
 
 import csv
@@ -16,6 +16,10 @@ import sys
 import types
 from pathlib import Path
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("RBN_TEST_SEED", "0")
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # else the machine code has the source's path
 
 import torch
 import triton
@@ -33,7 +37,6 @@ from rbn.ops.gpu.symbols import look_up
 
 TABLE = Path(__file__).with_suffix(".csv")
 COLUMNS = ("kernel", "inputs", "shared_bytes", "machine_code")
-os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # else the machine code has the source's path
 
 
 def digest(content):
@@ -125,7 +128,7 @@ def launch_others():
     states = torch.zeros(2, 4, 17).unbind()
     for given, rates in ((rows, (0.1, 0.2)), ((None, None, None), (0.0, 0.0))):
         own = weights if given is rows else Weights(*weights[:2], *[None] * 5)
-        step.step(torch.zeros(4, 3), own, *states, given, 1e-5, rates, False)
+        step.step(torch.zeros(4, 3), own, states, given, 1e-5, rates, False)
 
 
 def read_table():

@@ -1,6 +1,8 @@
 """The tables on the comparison page and on the page about running averages match the data."""
 
 import csv
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,39 @@ def test_the_default_of_decoders_is_on_average_better_than_a_fixed_number_of_seq
     rows = rows_of("decoder-statistics.csv")
     totals = {k: sum(float(row[k]) for row in rows) for k in ("default", "kept_64", "kept_256")}
     assert totals["default"] == min(totals.values())
+
+
+def steps_to_the_goal(task, model):
+    """The least and the largest number of steps to the goal at the best rate, by seed."""
+    if str(ROOT / "benchmarks") not in sys.path:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+    rates = {}
+    for row in rows_of("state-tracking.csv", task=task, model=model):
+        rates.setdefault(row["rate"], []).append(row)
+    best = rates[importlib.import_module("doc_tables").best_tracking_rate(rates)]
+    assert [row["seed"] for row in best] == ["1", "2", "3"]
+    steps = [int(row["goal_step"]) for row in best]
+    return [str(min(steps)), str(max(steps))]
+
+
+@pytest.mark.parametrize(
+    ("marker", "task", "model"),
+    [
+        ("tracking-bn", "one layer", "BatchNormLSTM"),
+        ("tracking-lstm", "one layer", "nn.LSTM"),
+        ("tracking-ln", "one layer", "LayerNormLSTM"),
+        ("tracking-bn-128", "one layer, batches of 128", "BatchNormLSTM"),
+        ("tracking-lstm-128", "one layer, batches of 128", "nn.LSTM"),
+        ("tracking-bn-two", "two bidirectional layers", "BatchNormLSTM"),
+        ("tracking-lstm-two", "two bidirectional layers", "nn.LSTM"),
+    ],
+)
+def test_steps_of_state_tracking_are_those_of_the_file(marker, task, model):
+    found = numbers_at("docs/results/comparison.md", marker, 2)
+    assert found == steps_to_the_goal(task, model)
+
+
+def test_no_run_of_state_tracking_diverged():
+    rows = rows_of("state-tracking.csv")
+    assert len(rows) == 4 * 3 * 10
+    assert {row["diverged_at"] for row in rows} == {""}

@@ -29,6 +29,7 @@ from recurrence_cases import (
 
 import rbn
 from rbn.ops.few_rows import pooled
+from rbn.ops.identical_rows import identical_inputs
 
 NAN, INF = float("nan"), float("inf")
 
@@ -422,3 +423,14 @@ def test_layer_normalization_of_equal_features_has_the_true_gradient(backend):
     expected = (loss(bias + step) - loss(bias - step)) / 2e-10
     assert expected.abs() > 1e3
     torch.testing.assert_close(leaf.grad @ direction, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_steps_with_identical_inputs(lead):
+    wx = torch.randn(*lead, 6, 4, 5)
+    wx[..., 1, :, :] = 0.5
+    wx[..., 2, -1, :] = wx[..., 2, 0, :]  # the rows in between differ
+    wx[..., 3, :, :] = wx[..., 3, :1, :]
+    wx[..., 4, :, :] = float("nan")
+    found = identical_inputs(wx, None)
+    assert found.tolist() == torch.tensor([0, 1, 0, 1, 0, 0]).bool().expand(*lead, 6).tolist()

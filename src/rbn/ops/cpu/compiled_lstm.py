@@ -33,7 +33,7 @@ from rbn.ops.cpu.fused_lstm import (
     states_of,
 )
 from rbn.ops.cpu.layout import Buffers, Layout
-from rbn.ops.cpu.norms import SequenceNorm, pooled_rstd
+from rbn.ops.cpu.norms import pooled_rstd
 from rbn.ops.cpu.one_feature import OneFeature
 from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.identical_rows import lower_rstd
@@ -194,23 +194,23 @@ class Call:
         self.feature: OneFeature | None = None
         if a.weight_ih is not None:
             self.feature = OneFeature(a, self.wx[: self.packing.rows], self.packing.batch)
-        self.sequence: SequenceNorm | None = None
-        if a.sequence and self.feature is None:
-            gamma_x = self.vectors["gamma_x"]
-            assert gamma_x is not None
-            self.sequence = SequenceNorm(gamma_x, a.eps, None)
+        # The normalization of the input term with sequencewise statistics. In the steps of the
+        # kernel, these are given; `through_statistics` does the rest of the backward pass.
+        self.sequence = a.sequence and self.feature is None
         self.args = args = _Args(hidden=H, eps=a.eps)
         self.own_terms: list[str] = []  # terms normalized with minibatch statistics
         # Number of steps with enough rows for minibatch statistics; these steps come first.
         self.common = sum(n >= layout.fewest for n in self.packing.sizes)
         for term, gamma in (("x", a.gamma_x), ("h", a.gamma_h), ("c", a.gamma_c)):
             mode = _NONE if gamma is None else _GIVEN if a.population else _BATCH
-            if term == "x" and (self.feature is not None or self.sequence is not None):
+            if term == "x" and self.feature is not None:
                 mode = _NONE
+            if term == "x" and self.sequence:
+                mode, args.rows_x = _GIVEN, 1
             setattr(args, f"mode_{term}", mode)
             if mode == _BATCH:
                 self.own_terms.append(term)
-            if mode == _GIVEN:
+            if a.population and gamma is not None:
                 setattr(args, f"rows_{term}", len(getattr(a, f"mean_{term}")))
         args.point(c0=self.c0, h0=self.h0, **self.vectors)
         if self.feature is not None:
@@ -246,6 +246,29 @@ class Call:
             first = mean[: self.common], rstd[: self.common]
             mean[self.common :], rstd[self.common :] = pooled_rstd(*first, sizes, eps)
 
+    def moments_of_sequence(self) -> tuple[Tensor, Tensor]:
+        """Sequencewise mean and rstd of the input term, ``[1, 4H]`` each."""
+        x = self.wx[: self.packing.rows]
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return mean[None], torch.rsqrt(var + self.args.eps)[None]
+
+    def through_statistics(self, dwx: Tensor, dbias: Tensor | None, dgamma: Tensor | None) -> None:
+        """Subtract from dwx what the term's sequencewise statistics contribute to its gradient.
+
+        dwx: the gradient with constant statistics, ``[N, 4H]``. dbias, dgamma: ``[4H]``, the sums
+        over all rows of the gradient of the normalized term, and of it times that term's x_hat.
+        """
+        assert dbias is not None
+        assert dgamma is not None
+        (mean, rstd, *_), gamma, rows = self.moments, self.vectors["gamma_x"], self.packing.rows
+        assert mean is not None
+        assert rstd is not None
+        assert gamma is not None
+        factor = gamma * rstd[0] / rows
+        slope = factor * dgamma * rstd[0]
+        dwx.addcmul_(self.wx[:rows], slope, value=-1)
+        dwx.sub_(factor * dbias - slope * mean[0])
+
     def given_moments(self, a: LSTMArguments) -> list[Tensor | None]:
         """Mean and rstd from the population statistics; None for absent terms."""
         moments: list[Tensor | None] = []
@@ -264,14 +287,12 @@ def forward(a: LSTMArguments) -> Forward:
     H = layout.hidden
     shapes = LSTM.statistics_shapes(a)
     new = [None if shape is None else wx.new_empty(shape) for shape in shapes for _ in range(2)]
-    call.use_moments(call.given_moments(a) if a.population else new)
-    x: Tensor | None = wx
     if call.feature is not None:
-        x = None
         new[0:2] = call.feature.moments()
-    elif call.sequence is not None:
-        x = call.sequence.forward(wx[: packing.rows])
-        new[0:2] = call.sequence.moments(1)
+    elif call.sequence:
+        new[0:2] = call.moments_of_sequence()
+    call.use_moments(call.given_moments(a) if a.population else new)
+    x = wx if call.feature is None else None
 
     buffers = Buffers(packing, wx, a.save)
     hidden, gates = packing.buffer(H, wx), buffers.make(4 * H)
@@ -349,6 +370,10 @@ def backward(
         for name, value in call.vectors.items()
     }
     args.point(dy=dy, dh=dh, dc=dc, dwh=dwh, dwx=None if plain else dwx, **grads)
+    dbias = grads["dbias"]
+    if call.sequence and dbias is None:
+        dbias = wx.new_zeros(4 * H)
+        args.point(dbias=dbias)
     if feature is not None:
         args.point(dscale_x=feature.dscale)
     panels = packed([call.weight.t()], 1, call.threads)
@@ -369,13 +394,9 @@ def backward(
             run(address, call.starts, t, t + 1, call.threads)
             torch.mm(dwhs[t], call.weight, out=dh[: packing.sizes[t]])
 
-    if call.sequence is not None:
+    if call.sequence:
         assert dwx is not None
-        assert r.mean_x is not None
-        assert r.rstd_x is not None
-        call.sequence.restore(r.mean_x, r.rstd_x)
-        dwx[:rows] = call.sequence.backward(dwx[:rows], wx[:rows])
-        grads["dgamma_x"] = call.sequence.dgamma
+        call.through_statistics(dwx[:rows], dbias, grads["dgamma_x"])
     dweight = packing.outer(dwh, hidden, h0)
     vectors = {name: grads["d" + name] for name in VECTORS}
     if feature is not None:

@@ -147,6 +147,7 @@ def steps_to_the_goal(task, model):
         ("tracking-lstm", "one layer", "nn.LSTM"),
         ("tracking-ln", "one layer", "LayerNormLSTM"),
         ("tracking-bn-128", "one layer, batches of 128", "BatchNormLSTM"),
+        ("tracking-bn-in-loss", "one layer, 32 of 128 in the loss", "BatchNormLSTM"),
         ("tracking-lstm-128", "one layer, batches of 128", "nn.LSTM"),
         ("tracking-bn-two", "two bidirectional layers", "BatchNormLSTM"),
         ("tracking-lstm-two", "two bidirectional layers", "nn.LSTM"),
@@ -159,5 +160,5 @@ def test_steps_of_state_tracking_are_those_of_the_file(marker, task, model):
 
 def test_no_run_of_state_tracking_diverged():
     rows = rows_of("state-tracking.csv")
-    assert len(rows) == 4 * 3 * 10
+    assert len(rows) == 4 * 3 * 11
     assert {row["diverged_at"] for row in rows} == {""}

@@ -44,7 +44,9 @@ KINDS = frozenset(
         *("task", "variant", "way"),
     }
 )
-_FIRST_OF_KIND = pytest.StashKey[bool]()
+# Those of them of which coverage counts every value. Others hardly run further lines.
+COUNTED_KINDS = frozenset({"model", "op", "task", "variant"})
+_COUNTED = pytest.StashKey[bool]()
 
 # No deadline, because tests do not measure time. Few examples: the options have tests of their own.
 settings.register_profile("usual", deadline=None, max_examples=25, derandomize="CI" in os.environ)
@@ -64,18 +66,25 @@ def pytest_configure(config):
         settings.load_profile("fast")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    """Find the first case of each kind of every test; with --fast, select these."""
+def _first_of_kinds(items, names):
+    """Whether each case is the first of its test, or the first with a value of these parameters."""
     seen = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        kinds = {(test, k, repr(parameters[k])) for k in KINDS & parameters.keys()} | {test}
-        item.stash[_FIRST_OF_KIND] = not kinds <= seen
+        kinds = {(test, k, repr(parameters[k])) for k in names & parameters.keys()} | {test}
+        yield not kinds <= seen
         seen |= kinds
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Find the cases that coverage counts; with --fast, select the first of each kind."""
+    for item, first in zip(items, _first_of_kinds(items, COUNTED_KINDS), strict=True):
+        item.stash[_COUNTED] = first
     if config.getoption("--fast"):
-        chosen = [i for i in items if i.stash[_FIRST_OF_KIND] and not i.get_closest_marker("slow")]
+        pairs = zip(items, _first_of_kinds(items, KINDS), strict=True)
+        chosen = [i for i, first in pairs if first and not i.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
         items[:] = chosen
 
@@ -122,11 +131,11 @@ def _untraced():
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    """Measure coverage for the first case of each kind only.
+    """Measure coverage for the first cases of each test only.
 
     Other cases run the same lines, and tracing them would take half as long again.
     """
-    with contextlib.nullcontext() if item.stash[_FIRST_OF_KIND] else _untraced():
+    with contextlib.nullcontext() if item.stash[_COUNTED] else _untraced():
         return (yield)
 
 

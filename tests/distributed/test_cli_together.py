@@ -130,7 +130,8 @@ def test_torchrun(tmp_path):
     assert output.count("digits, bn-lstm, seed 1: test accuracy ") == 1  # one rank prints
     result = json.loads((folder / "result.json").read_text())
     assert (result["devices"], result["steps"]) == (2, 12)
-    assert {path.name for path in folder.iterdir()} == {
+    # Some versions of filelock leave the lock file.
+    assert {path.name for path in folder.iterdir()} - {"run.lock"} == {
         "best.safetensors",
         "config.json",
         "final.safetensors",
@@ -138,7 +139,6 @@ def test_torchrun(tmp_path):
         "metrics.jsonl",
         "previous.safetensors",
         "result.json",
-        "run.lock",
     }
 
 

@@ -92,6 +92,16 @@ def test_sequences_of_different_length(make, options, device):
         torch.testing.assert_close(found, layer(x, lengths=lengths))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_fixed_shape(make, strict):
+    """`strict`, the default before torch 2.7, traces Python's bytecode."""
+    layer = trained(make, "cpu")
+    x = torch.randn(25, 4, 3)
+    found = export(layer, (x,), strict=strict).module()(x)
+    torch.testing.assert_close(found, layer(x))
+
+
 CELLS = [
     rbn.BatchNormLSTMCell,
     rbn.LSTMCell,

@@ -14,7 +14,7 @@ def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     On a disk without locks this has no effect, so processes must not start at the same time.
 
     Args:
-        path: the lock file, which is not deleted; its folder must exist.
+        path: the lock file, which may stay behind; its folder must exist.
         on_wait: called before waiting for another process; may raise instead.
     """
     from filelock import FileLock, Timeout

@@ -62,7 +62,7 @@ class OneState(BatchNormalized):
             nonlinearity=self.nonlinearity,
         )
         population = self._population(suffix, start, input.shape[0])
-        with_population: RNNArguments = self.definition.with_population(arguments, population)
+        with_population: RNNArguments = type(self).definition.with_population(arguments, population)
         return with_population
 
 

@@ -38,7 +38,8 @@ def autocast_on(device: str) -> bool:
 class Recurrence(nn.Module, abc.ABC):
     """One type of recurrent network: its parameters and how to run one layer of it."""
 
-    definition: ClassVar[Definition]  # the operator to run
+    # The operator. Read it from the type: the exporter of torch 2.6 cannot read it from a module.
+    definition: ClassVar[Definition]
     gates: ClassVar[int] = 4  # the weight matrices have gates * hidden_size rows
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
     step_argument: ClassVar[str]  # the argument of `forward` that numbers a step
@@ -298,7 +299,7 @@ class Recurrence(nn.Module, abc.ABC):
         return [
             self._results(suffix, results, lengths, start)
             for (suffix, _, _), results in zip(
-                directions, run(self.definition, calls, group), strict=True
+                directions, run(type(self).definition, calls, group), strict=True
             )
         ]
 

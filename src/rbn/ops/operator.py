@@ -123,7 +123,7 @@ class Operator:
         results = run(*a)
         n = 1 + len(self.definition.states)
         moments = results[n : n + len(self.definition.moments)]
-        return (*results[:n], Statistics(*(m if m.numel() else None for m in moments)))
+        return (*results[:n], Statistics(*(m if m.numel() > 0 else None for m in moments)))
 
 
 def _results_of(results: Results, count: int) -> list[CallResults]:

@@ -240,7 +240,8 @@ def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, 
     assert all(there)
     assert sum(len(job.files) for job in made) == sum(SIZES)
     assert len({str(decoded(reading, "train")) for reading in readings}) == 1
-    assert sorted(p.name for p in cache.iterdir()) == [Choice().key, f"{Choice().key}.lock"]
+    # Some versions of filelock leave the lock file.
+    assert {p.name for p in cache.iterdir()} - {f"{Choice().key}.lock"} == {Choice().key}
     assert [str(folder) in message for message in caplog.messages] == [True] * 2
 
 

@@ -1,4 +1,3 @@
-import contextlib
 import gc
 import os
 import secrets
@@ -44,9 +43,7 @@ KINDS = frozenset(
         *("task", "variant", "way"),
     }
 )
-# Those of them of which coverage counts every value. Others hardly run further lines.
-COUNTED_KINDS = frozenset({"model", "op", "task", "variant"})
-_COUNTED = pytest.StashKey[bool]()
+_FIRST_OF_KIND = pytest.StashKey[bool]()
 
 # No deadline, because tests do not measure time. Few examples: the options have tests of their own.
 settings.register_profile("usual", deadline=None, max_examples=25, derandomize="CI" in os.environ)
@@ -66,25 +63,18 @@ def pytest_configure(config):
         settings.load_profile("fast")
 
 
-def _first_of_kinds(items, names):
-    """Whether each case is the first of its test, or the first with a value of these parameters."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Find the first case of each kind of every test; with --fast, select these."""
     seen = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        kinds = {(test, k, repr(parameters[k])) for k in names & parameters.keys()} | {test}
-        yield not kinds <= seen
+        kinds = {(test, k, repr(parameters[k])) for k in KINDS & parameters.keys()} | {test}
+        item.stash[_FIRST_OF_KIND] = not kinds <= seen
         seen |= kinds
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    """Find the cases that coverage counts; with --fast, select the first of each kind."""
-    for item, first in zip(items, _first_of_kinds(items, COUNTED_KINDS), strict=True):
-        item.stash[_COUNTED] = first
     if config.getoption("--fast"):
-        pairs = zip(items, _first_of_kinds(items, KINDS), strict=True)
-        chosen = [i for i, first in pairs if first and not i.get_closest_marker("slow")]
+        chosen = [i for i in items if i.stash[_FIRST_OF_KIND] and not i.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
         items[:] = chosen
 
@@ -118,33 +108,21 @@ def same_signal_handlers():
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@contextlib.contextmanager
-def _untraced():
-    """Without the tracer, which pytest-cov leaves in xdist's workers."""
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside pytest-cov's hook
+def pytest_runtest_call(item):
+    """Measure coverage for the first case of each kind only, and never for tests marked no_cover.
+
+    Other cases run the same lines, and tracing them would take half as long again. The tracer must
+    be removed, because pytest-cov leaves one in xdist's workers.
+    """
+    if item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]:
+        return (yield)
     tracer = sys.gettrace()
     sys.settrace(None)
     try:
-        yield
+        return (yield)
     finally:
         sys.settrace(tracer)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
-    """Measure coverage for the first cases of each test only.
-
-    Other cases run the same lines, and tracing them would take half as long again.
-    """
-    with contextlib.nullcontext() if item.stash[_COUNTED] else _untraced():
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)  # inside pytest-cov's hook
-def pytest_runtest_call(item):
-    """Measure no coverage for tests marked no_cover; but for their fixtures, which others share."""
-    marked = item.get_closest_marker("no_cover") is not None
-    with _untraced() if marked else contextlib.nullcontext():
-        return (yield)
 
 
 @pytest.fixture(scope="session")

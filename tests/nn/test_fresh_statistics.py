@@ -875,7 +875,6 @@ def test_pieces_that_do_not_cover_a_sequence_warn_once():
     layer.eval()
 
 
-@pytest.mark.no_cover
 def test_a_cell_that_saw_longer_sequences_does_not_warn():
     cell = rbn.BatchNormLSTMCell(3, 5)
     for steps, sequences in ((6, 2), (4, 300)):

@@ -172,7 +172,6 @@ def test_a_compiled_call_with_empty_buffers():
     assert_first_estimates(layer, x, empty)
 
 
-@pytest.mark.no_cover
 def test_a_compiled_evaluation_sees_buffers_that_someone_wrote_into():
     """In place, like torch.distributed.checkpoint; compiled before or after that."""
     fewer, x = averaging(max_length=6), torch.randn(6, 5, 3)

@@ -89,7 +89,6 @@ def test_inference(op):
         assert torch.equal(state, want)
 
 
-@pytest.mark.no_cover
 def test_one_graph_for_any_number_of_steps():
     graphs = []
 

@@ -31,6 +31,10 @@ DEVICES = [
         ],
     ),
 ]
+FROM_2_8 = pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
+    reason="before 2.8 torch.export takes sizes and other integers for constants",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +58,7 @@ def random_input(layer, steps, rows):
 
 
 # Raised by `load` of some PyTorch versions, about how it reads the file.
+@FROM_2_8
 @pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
@@ -72,6 +77,7 @@ def test_one_program_for_all_sizes(make, options, device):
         torch.testing.assert_close(run(x), layer(x))
 
 
+@FROM_2_8
 @pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,13 +115,9 @@ CELLS = [
     rbn.BatchNormRNNCell,
     rbn.BatchNormGRUCell,
 ]
-INTEGERS = pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
-    reason="torch.export takes integers for constants before 2.8",
-)
 
 
-@INTEGERS
+@FROM_2_8
 @pytest.mark.parametrize("example", [0, 1, 4, 9])
 @pytest.mark.parametrize("make", CELLS)
 def test_a_cell_for_every_step(make, example):
@@ -139,7 +141,7 @@ def test_a_cell_for_every_step(make, example):
             torch.testing.assert_close(run(x, hx, step), cell(x, hx, step))
 
 
-@INTEGERS
+@FROM_2_8
 @pytest.mark.parametrize("options", [{}, {"max_length": 25}, {"input_stats": "sequence"}])
 def test_a_piece_from_every_start(options):
     layer = trained(rbn.BatchNormLSTM, "cpu", **options)
@@ -156,6 +158,7 @@ def test_a_piece_from_every_start(options):
             torch.testing.assert_close(run(x, start=start), layer(x, start=start))
 
 
+@FROM_2_8
 @pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("make", LAYERS)
@@ -188,6 +191,7 @@ def test_by_the_operators_of_a_gpu(make, options):
         torch.testing.assert_close(program.module()(x), layer(x))
 
 
+@FROM_2_8
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_language_model(device):
     model = LanguageModel(rbn.BatchNormLSTM(5, 6)).to(device)

@@ -434,3 +434,9 @@ def test_steps_with_identical_inputs(lead):
     wx[..., 4, :, :] = float("nan")
     found = identical_inputs(wx, None)
     assert found.tolist() == torch.tensor([0, 1, 0, 1, 0, 0]).bool().expand(*lead, 6).tolist()
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 2), (0, 4, 2), (3, 1, 2)])
+def test_identical_inputs_of_at_most_one_row(shape):
+    found = identical_inputs(torch.randn(shape), None)
+    assert found.tolist() == [True] * shape[0]

@@ -76,7 +76,7 @@ def identical_inputs(wx: Tensor, lengths: Tensor | None) -> Tensor:
     """Whether all unpadded rows ``[..., T, B, F]`` of a step are the same, ``[..., T]``."""
     if lengths is None and wx.is_cpu:  # usually two rows tell
         steps = wx.flatten(0, -3)
-        same = (steps[:, 0] == steps[:, -1]).all(-1)
+        same = (steps[:, :1] == steps[:, -1:]).flatten(1).all(1)
         (candidates,) = same.nonzero(as_tuple=True)
         rows = steps[candidates]
         same[candidates] = (rows == rows[:, :1]).flatten(1).all(1)

@@ -3,7 +3,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 STAMP := $(VENV)/.installed
-COMPILE := $(BIN)/python -m compileall -q -x '/(tests?|transformers/models|torch/testing|pip|debugpy)/' $(VENV)/lib
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-gpu test-oldest lint bench bench-gpu docs docs-serve clean
@@ -15,16 +14,13 @@ install: $(STAMP) ## Make .venv and install the package into it, with the pinned
 
 # Install torch first and alone, so that the pin decides which build is installed. compileall uses
 # all cores; pip would compile one file at a time. Files for other Python versions do not compile.
-# A quarter of the sources is left out, because hardly any of it is ever imported. torch is
-# compiled while pip installs the rest.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/cpu/kernel*)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is required, e.g. make PYTHON=python3.11")'
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
-	$(COMPILE) > /dev/null & \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,train,sweep,dev,docs]' && wait
-	$(COMPILE) -j 0 > /dev/null || true
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,train,sweep,dev,docs]'
+	$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib > /dev/null || true
 	@touch $@
 
 demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
